@@ -1,0 +1,1 @@
+"""TVMScript kernels, one file per op. Imports TVM: only tvm_ops.compile imports this."""

@@ -1,0 +1,54 @@
+"""Scalar expressions that vectorise: element conversion and exp2, free of libm calls."""
+
+from tvm.script import tirx as T
+
+LANES = 16  # tokens or head dimensions per vector: one AVX-512 register of float32
+STORAGE_DTYPES = {"float32": "float32", "float16": "float16", "bfloat16": "uint16"}
+LOWEST = -1.0e30  # running maximum before any key: finite, so LOWEST - LOWEST is not NaN
+
+
+def to_float32(value, dtype):
+    """Element of a buffer of STORAGE_DTYPES[dtype] as float32."""
+    if dtype == "bfloat16":
+        return T.reinterpret("float32", T.shift_left(T.cast(value, "uint32"), T.uint32(16)))
+    return value if dtype == "float32" else T.cast(value, "float32")
+
+
+def from_float32(value, dtype):
+    """float32 rounded to nearest even, as an element of a buffer of STORAGE_DTYPES[dtype]."""
+    if dtype == "float32":
+        return value
+    if dtype == "float16":
+        return T.cast(value, "float16")
+    bits = T.reinterpret("uint32", value)
+    odd = T.bitwise_and(T.shift_right(bits, T.uint32(16)), T.uint32(1))
+    rounded = T.shift_right(bits + T.uint32(0x7FFF) + odd, T.uint32(16))
+    # Rounding may carry a NaN's mantissa into infinity.
+    return T.cast(T.Select(value == value, rounded, T.uint32(0x7FC0)), "uint16")
+
+
+def low_bfloat16(word):
+    """Low half of a uint32 word that packs two bfloat16 values, as float32."""
+    return T.reinterpret("float32", T.shift_left(word, T.uint32(16)))
+
+
+def high_bfloat16(word):
+    """High half of a uint32 word that packs two bfloat16 values, as float32."""
+    return T.reinterpret("float32", T.bitwise_and(word, T.uint32(0xFFFF0000)))
+
+
+def exp2(x):
+    """2**x for x <= 0, relative error below 3e-7; exactly 0 below -126, where -inf also lands.
+
+    The integer part goes into the exponent bits, the fraction in [-1/2, 1/2] through the
+    degree-6 Taylor polynomial of exp(f ln 2).
+    """
+    clamped = T.max(x, T.float32(-126.0))
+    whole = T.nearbyint(clamped)
+    fraction = clamped - whole
+    poly = T.float32(1.5403530e-4)
+    for coefficient in (1.3333558e-3, 9.6181291e-3, 5.5504109e-2, 2.4022651e-1, 6.9314718e-1, 1.0):
+        poly = poly * fraction + T.float32(coefficient)
+    exponent = T.shift_left(T.cast(whole, "int32"), T.int32(23))
+    power = T.reinterpret("float32", T.reinterpret("int32", poly) + exponent)
+    return T.Select(x < T.float32(-126.0), T.float32(0.0), power)

@@ -1,0 +1,51 @@
+"""One plain torch function per op: the meaning of tree_attention and compact_kv, in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tvm_ops.layouts import read_rows, write_rows
+from tvm_ops.tree_batch import TreeBatch
+
+
+def tree_attention_reference(
+    query: Tensor,
+    kv_cache: Tensor,
+    out: Tensor,
+    batch: TreeBatch,
+    *,
+    scale: float,
+    layout: str,
+    compute_dtype: torch.dtype = torch.float32,
+) -> None:
+    """Twin of tree_attention: same arguments and result, `compute_dtype` throughout."""
+    block_size, kv_heads = kv_cache.shape[2], kv_cache.shape[1]
+    group = query.shape[1] // kv_heads
+    for t in range(len(batch)):
+        start, rows = int(batch.query_start[t]), int(batch.query_len[t])
+        context = int(batch.context_len[t])
+        position = torch.arange(context + rows)
+        block = batch.block_table[t, position // block_size].long()
+        keys, values = read_rows(kv_cache, layout, block * block_size + position % block_size)
+        keys, values = keys.to(compute_dtype), values.to(compute_dtype)
+        node = position - context
+        for r in range(rows):
+            bits = (batch.ancestor_masks[t, r] >> node.clamp(min=0)) & 1
+            seen = (node < 0) | (bits == 1)
+            q = query[start + r].to(compute_dtype).view(kv_heads, group, -1)
+            logits = torch.einsum("hgd,phd->hgp", q, keys[seen]) * scale
+            weights = torch.softmax(logits, dim=-1)
+            result = torch.einsum("hgp,phd->hgd", weights, values[seen])
+            out[start + r] = result.reshape(-1, query.shape[2]).to(out.dtype)
+
+
+def compact_kv_reference(
+    caches: Sequence[Tensor], layout: str, src_slots: Tensor, dst_slots: Tensor
+) -> None:
+    """Twin of compact_kv on distinct `caches`: one move after the other, in place."""
+    for cache in caches:
+        for i in range(len(src_slots)):
+            write_rows(cache, layout, dst_slots[i : i + 1], *read_rows(cache, layout, src_slots[i : i + 1]))

@@ -1,0 +1,132 @@
+"""Inputs and error bounds shared by the tests and the benchmark."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tvm_ops.layouts import cache_shape, write_rows
+from tvm_ops.reference import tree_attention_reference
+from tvm_ops.tree_batch import MAX_TREE_ROWS, TreeBatch
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionCase:
+    """Arguments of tree_attention; `out` and all unwritten cache slots hold NaN."""
+
+    query: Tensor
+    kv_cache: Tensor
+    out: Tensor
+    batch: TreeBatch
+    scale: float
+    layout: str
+
+    def run(self, op: Callable[..., None]) -> Tensor:
+        """Call `op` on a copy of out; return that copy."""
+        out = self.out.clone()
+        op(self.query, self.kv_cache, out, self.batch, scale=self.scale, layout=self.layout)
+        return out
+
+
+def random_masks(lens: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Ancestor masks int64 [T, 64] of random trees with these row counts, parents first."""
+    masks = torch.zeros(len(lens), MAX_TREE_ROWS, dtype=torch.int64)
+    for t, length in enumerate(lens):
+        seen: list[int] = []
+        for row in range(length):
+            parent = int(torch.randint(row, (1,), generator=generator)) if row else -1
+            seen.append((seen[parent] if row else 0) | 1 << row)
+        masks[t, :length] = _signed(seen)
+    return masks
+
+
+def chain_masks(lens: Sequence[int]) -> Tensor:
+    """Masks int64 [T, 64] of chains: each row sees all before it, as causal attention does."""
+    masks = torch.zeros(len(lens), MAX_TREE_ROWS, dtype=torch.int64)
+    for t, length in enumerate(lens):
+        masks[t, :length] = _signed([(1 << row + 1) - 1 for row in range(length)])
+    return masks
+
+
+def _signed(words: Sequence[int]) -> Tensor:
+    return torch.tensor([w - (1 << 64) if w >> 63 else w for w in words], dtype=torch.int64)
+
+
+def make_case(
+    *,
+    layout: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    lens: Sequence[int],
+    contexts: Sequence[int],
+    kv_heads: int = 2,
+    group: int = 3,
+    block_size: int = 32,
+    masks: Tensor | None = None,
+    seed: int = 0,
+) -> AttentionCase:
+    """Random trees with scattered blocks, between rows that belong to no tree.
+
+    query is a slice of a fused projection, block_table a slice of a wider table.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    needed = [-(-(c + n) // block_size) for c, n in zip(contexts, lens, strict=True)]
+    num_blocks, width = sum(needed) + 2, max(needed, default=0) + 1
+    blocks = torch.randperm(num_blocks, generator=generator).to(torch.int32)
+    table = torch.full((len(lens), width + 3), -7, dtype=torch.int32)
+    cache = torch.full(
+        cache_shape(num_blocks, kv_heads, block_size, head_dim), torch.nan, dtype=dtype
+    )
+    taken = 0
+    for t, count in enumerate(needed):
+        table[t, :count] = blocks[taken : taken + count]
+        taken += count
+        position = torch.arange(contexts[t] + lens[t])
+        slots = table[t, position // block_size].long() * block_size + position % block_size
+        shape = (len(slots), kv_heads, head_dim)
+        keys, values = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+        write_rows(cache, layout, slots, keys, values)
+    starts = [1 + t + sum(lens[:t]) for t in range(len(lens))]
+    num_tokens = sum(lens) + len(lens) + 1
+    heads = kv_heads * group
+    fused = torch.randn(num_tokens, (heads + 2 * kv_heads) * head_dim, generator=generator)
+    query = fused.to(dtype)[:, : heads * head_dim].view(num_tokens, heads, head_dim)
+    batch = TreeBatch(
+        query_start=torch.tensor(starts, dtype=torch.int32),
+        query_len=torch.tensor(list(lens), dtype=torch.int32),
+        context_len=torch.tensor(list(contexts), dtype=torch.int32),
+        ancestor_masks=random_masks(lens, generator) if masks is None else masks,
+        block_table=table[:, :width],
+    )
+    out = torch.full((num_tokens, heads, head_dim), torch.nan, dtype=dtype)
+    return AttentionCase(query, cache, out, batch, head_dim**-0.5, layout)
+
+
+def tree_rows(batch: TreeBatch, num_tokens: int) -> Tensor:
+    """bool [num_tokens]: which query rows belong to a tree."""
+    mine = torch.zeros(num_tokens, dtype=torch.bool)
+    for start, length in zip(batch.query_start.tolist(), batch.query_len.tolist(), strict=True):
+        mine[start : start + length] = True
+    return mine
+
+
+def error_and_bound(case: AttentionCase, out: Tensor) -> tuple[float, float]:
+    """Largest error of `out` on tree rows, and the largest allowed.
+
+    The truth is the reference in float64. Allowed is twice the error of the reference computed in
+    the case's own dtype, which a correct kernel undercuts because it sums in float32; plus, since
+    that error may happen to be 0 on tiny inputs, one rounding step of the largest output.
+    """
+    mine = tree_rows(case.batch, len(out))
+    exact, plain = torch.empty(out.shape, dtype=torch.float64), torch.empty_like(out)
+    arguments = {"scale": case.scale, "layout": case.layout}
+    for result, dtype in ((exact, torch.float64), (plain, out.dtype)):
+        tree_attention_reference(
+            case.query, case.kv_cache, result, case.batch, compute_dtype=dtype, **arguments
+        )
+    exact, plain, out = exact[mine], plain[mine].double(), out[mine].double()
+    step = torch.finfo(case.out.dtype).eps * float(exact.abs().max())
+    return float((out - exact).abs().max()), 2 * float((plain - exact).abs().max()) + step

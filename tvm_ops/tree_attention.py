@@ -1,0 +1,102 @@
+"""Attention of tree rows over the paged key-value cache. Reference: reference.py."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from tvm_ops.layouts import check_cache, find_layout
+from tvm_ops.load import attention_spec, kernel
+from tvm_ops.tree_batch import TreeBatch
+
+_LOG2_E = math.log2(math.e)
+
+
+def tree_attention(
+    query: Tensor,
+    kv_cache: Tensor,
+    out: Tensor,
+    batch: TreeBatch,
+    *,
+    scale: float,
+    layout: str,
+) -> None:
+    """Write softmax(scale * q k^T) v of every tree row into `out`.
+
+    Row r of tree t sees positions 0 to context_len[t] - 1, and the tree rows in its mask. A position
+    that a row does not see has no influence on it, whatever its cache slot holds. In loop form,
+    for each tree, row, and head h:
+
+        weights = softmax(scale * [q . key(p, h // group) for p the row sees])
+        out[query_start + row, h] = sum of weights * value(p, h // group)
+
+    with group = num_heads / kv_heads, sums and softmax in float32.
+
+    query: [num_tokens, num_heads, head_dim], the cache's dtype (float32, bfloat16, float16); last
+        dimension contiguous, other strides free, so it may be a slice of a fused projection.
+    kv_cache: [num_blocks, kv_heads, block_size, 2 * head_dim], contiguous, in `layout`.
+    out: like query, no overlap with the inputs. Rows of trees are written, others left alone.
+    scale: factor of the logits, often head_dim ** -0.5.
+    layout: name in LAYOUTS: "vec", "vec16" or "amx".
+
+    Raises TypeError for a wrong dtype, ValueError for a wrong shape, stride, device or range, and
+    RuntimeError when the kernel has to be compiled and can't be.
+    """
+    spec = attention_spec(layout, kv_cache.dtype, kv_cache.shape[-1] // 2)
+    check_cache(kv_cache, find_layout(layout))
+    num_blocks, kv_heads, block_size, width = kv_cache.shape
+    head_dim = width // 2
+    _check_rows("query", query, kv_cache, head_dim)
+    _check_rows("out", out, kv_cache, head_dim)
+    if query.shape != out.shape:
+        raise ValueError(f"query is {list(query.shape)} but out is {list(out.shape)}")
+    num_tokens, num_heads, _ = query.shape
+    if num_heads == 0 or num_heads % kv_heads:
+        raise ValueError(f"{num_heads} query heads do not divide among {kv_heads} KV heads")
+    if not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}")
+    if batch.query_end > num_tokens:
+        raise ValueError(f"trees reach query row {batch.query_end - 1} of {num_tokens} rows")
+    batch.check_blocks(num_blocks, block_size)
+    if not len(batch):
+        return
+    group = num_heads // kv_heads
+    plan = batch.plan(kv_heads, group, head_dim, torch.get_num_threads())
+    kernel(spec)(
+        query.data_ptr(),
+        query.stride(0),
+        query.stride(1),
+        out.data_ptr(),
+        out.stride(0),
+        out.stride(1),
+        kv_cache.data_ptr(),
+        kv_heads,
+        block_size,
+        group,
+        scale * _LOG2_E,
+        plan.items,
+        plan.merges,
+        batch.query_start,
+        batch.query_len,
+        batch.context_len,
+        batch.ancestor_masks,
+        batch.block_table,
+        plan.partial_sum,
+        plan.partial_stat,
+    )
+
+
+def _check_rows(name: str, tensor: Tensor, cache: Tensor, head_dim: int) -> None:
+    if tensor.dtype != cache.dtype:
+        raise TypeError(f"{name} is {tensor.dtype} but the cache is {cache.dtype}")
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{name} must be on the CPU, got {tensor.device}")
+    if tensor.dim() != 3 or tensor.shape[2] != head_dim:
+        raise ValueError(
+            f"{name} must be [num_tokens, num_heads, {head_dim}] for this cache, got "
+            f"{list(tensor.shape)}"
+        )
+    if tensor.stride(2) != 1:
+        raise ValueError(f"{name}'s last dimension must be contiguous, strides {tensor.stride()}")

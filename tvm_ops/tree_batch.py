@@ -1,0 +1,189 @@
+"""The trees of one batch, checked once, and their division into work items."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MAX_TREE_ROWS = 64  # an ancestor mask is one 64-bit word
+# Shared with kernels/tree_attention.py, which can't be imported without TVM; a test compares them.
+ITEM_ROWS = 64
+KEY_TILE = 64
+_SHARES_PER_THREAD = 3  # how finely keys are split when there are too few items
+
+
+@dataclass(frozen=True, eq=False)
+class TreeBatch:
+    """T trees whose rows are queries of one forward pass; built once a step, used by every layer.
+
+    A tree's rows are consecutive rows of the query tensor. Row j's own key and value are at
+    position context_len + j of its sequence, and must be written before attention runs. All
+    tensors are on the CPU and must not change while the batch is in use: derived data is kept.
+    One batch must not be used by two threads at once.
+
+    query_start: int32 [T], first row of each tree.
+    query_len: int32 [T], rows of each tree, root included, 1 to 64.
+    context_len: int32 [T], committed tokens before the root row, at least 0.
+    ancestor_masks: int64 [T, 64], contiguous; bit j of [t, r] set if row r of tree t sees row j.
+        Each row sees itself. Entries and bits at or beyond query_len are ignored.
+    block_table: int32 [T, max_blocks], last dimension contiguous, any row stride: the cache blocks
+        of each tree's sequence, in order. Entries beyond its last token are ignored.
+
+    Raises TypeError for a wrong dtype, ValueError for anything else that is wrong.
+    """
+
+    query_start: Tensor
+    query_len: Tensor
+    context_len: Tensor
+    ancestor_masks: Tensor
+    block_table: Tensor
+    _lengths: tuple[list[int], list[int], list[int]] = field(init=False, repr=False)
+    _cache: dict[Any, Any] = field(init=False, repr=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        num_trees = len(self.query_start) if self.query_start.dim() == 1 else -1
+        shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+            "query_start": (torch.int32, (num_trees,)),
+            "query_len": (torch.int32, (num_trees,)),
+            "context_len": (torch.int32, (num_trees,)),
+            "ancestor_masks": (torch.int64, (num_trees, MAX_TREE_ROWS)),
+        }
+        for name, (dtype, shape) in shapes.items():
+            _check_tensor(name, getattr(self, name), dtype, shape)
+            if not getattr(self, name).is_contiguous():
+                raise ValueError(f"{name} must be contiguous")
+        table = self.block_table
+        width = table.shape[1] if table.dim() == 2 else -1
+        _check_tensor("block_table", table, torch.int32, (num_trees, width))
+        if width > 1 and table.stride(1) != 1:
+            raise ValueError(f"block_table's last dimension must be contiguous: {table.stride()}")
+        starts, lens = self.query_start.tolist(), self.query_len.tolist()
+        contexts = self.context_len.tolist()
+        object.__setattr__(self, "_lengths", (starts, lens, contexts))
+        end = 0
+        for t in sorted(range(num_trees), key=starts.__getitem__):
+            if not 1 <= lens[t] <= MAX_TREE_ROWS:
+                raise ValueError(f"tree {t} has {lens[t]} rows, expected 1 to {MAX_TREE_ROWS}")
+            if contexts[t] < 0:
+                raise ValueError(f"tree {t} has a negative context_len {contexts[t]}")
+            if starts[t] < end:
+                raise ValueError(
+                    f"tree {t} starts at query row {starts[t]}, which is negative or inside another"
+                )
+            end = starts[t] + lens[t]
+        row = torch.arange(MAX_TREE_ROWS)
+        blind = ((self.ancestor_masks >> row) & 1 == 0) & (row < self.query_len[:, None])
+        if blind.any():
+            t, r = blind.nonzero()[0].tolist()
+            raise ValueError(f"row {r} of tree {t} does not see itself: bit {r} of its mask is 0")
+        self._cache["query_end"] = end
+
+    def __len__(self) -> int:
+        return len(self._lengths[0])
+
+    @property
+    def query_end(self) -> int:
+        """One more than the last query row of any tree; 0 without trees."""
+        return int(self._cache["query_end"])
+
+    def check_blocks(self, num_blocks: int, block_size: int) -> None:
+        """Raise ValueError unless every used block_table entry is a block of the cache."""
+        key = ("blocks", num_blocks, block_size)
+        if key in self._cache or not len(self):
+            return
+        used = -(-(self.context_len + self.query_len) // block_size)
+        width = self.block_table.shape[1]
+        if int(used.max()) > width:
+            t = int(used.argmax())
+            raise ValueError(
+                f"tree {t} needs {int(used[t])} blocks of {block_size} tokens (context "
+                f"{int(self.context_len[t])} + {int(self.query_len[t])} rows), block_table has "
+                f"{width} columns"
+            )
+        table = self.block_table
+        wrong = (torch.arange(width) < used[:, None]) & ((table < 0) | (table >= num_blocks))
+        if wrong.any():
+            t, b = wrong.nonzero()[0].tolist()
+            raise ValueError(
+                f"block_table[{t}, {b}] is {int(table[t, b])}, the cache has {num_blocks} blocks"
+            )
+        self._cache[key] = True
+
+    def plan(self, kv_heads: int, group: int, head_dim: int, threads: int) -> WorkPlan:
+        """Work items for these head counts, made once per batch and argument values."""
+        key = ("plan", kv_heads, group, head_dim, threads)
+        if key not in self._cache:
+            self._cache[key] = _make_plan(self, kv_heads, group, head_dim, threads)
+        found: WorkPlan = self._cache[key]
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class WorkPlan:
+    """What the kernel's parallel loops run over, costly items first.
+
+    items: int32 [N, 8]: tree, KV head, first row, rows, first key, one past the last key, partial
+        result's index or -1, unused. Rows count tree row x head of the group.
+    merges: int32 [M, 8]: tree, KV head, first row, rows, first partial result, how many, unused.
+    partial_sum, partial_stat: float32 [P, 64, head_dim] and [P, 64, 2], scratch of split items.
+    """
+
+    items: Tensor
+    merges: Tensor
+    partial_sum: Tensor
+    partial_stat: Tensor
+
+
+def _make_plan(
+    batch: TreeBatch, kv_heads: int, group: int, head_dim: int, threads: int
+) -> WorkPlan:
+    chunks = []  # (cost, tree, first row, rows, keys) for one KV head
+    _, lens, contexts = batch._lengths
+    for t, (length, context) in enumerate(zip(lens, contexts, strict=True)):
+        keys = context + length
+        for first in range(0, length * group, ITEM_ROWS):
+            rows = min(ITEM_ROWS, length * group - first)
+            chunks.append((-(-keys // KEY_TILE) * (8 + rows), t, first, rows, keys))
+    chunks.sort(reverse=True)
+    total = kv_heads * sum(chunk[0] for chunk in chunks)
+    share = max(1, -(-total // (_SHARES_PER_THREAD * threads)))
+    items, merges, partials = [], [], 0
+    for cost, t, first, rows, keys in chunks:
+        tiles = -(-keys // KEY_TILE)
+        splits = 1 if threads == 1 else min(tiles, -(-cost // share))
+        per_split = -(-tiles // splits) * KEY_TILE
+        splits = -(-keys // per_split)
+        for s in range(splits):
+            begin = s * per_split
+            where = partials + s if splits > 1 else -1
+            items.append([t, 0, first, rows, begin, min(keys, begin + per_split), where, 0])
+        if splits > 1:
+            merges.append([t, 0, first, rows, partials, splits, 0, 0])
+            partials += splits
+    return WorkPlan(
+        _for_all_heads(items, kv_heads, 6, partials),
+        _for_all_heads(merges, kv_heads, 4, partials),
+        torch.empty(partials * kv_heads, ITEM_ROWS, head_dim),
+        torch.empty(partials * kv_heads, ITEM_ROWS, 2),
+    )
+
+
+def _for_all_heads(rows: list[list[int]], kv_heads: int, column: int, partials: int) -> Tensor:
+    """Rows of one head repeated for each; `column`, if not negative, counts on per head."""
+    table = torch.tensor(rows, dtype=torch.int32).reshape(-1, 8).repeat_interleave(kv_heads, 0)
+    head = torch.arange(kv_heads, dtype=torch.int32).repeat(len(rows))
+    table[:, 1] = head
+    table[:, column] += torch.where(table[:, column] >= 0, head * partials, 0).to(torch.int32)
+    return table
+
+
+def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name} must be {dtype}, got {tensor.dtype}")
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{name} must be on the CPU, got {tensor.device}")
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
