@@ -1,0 +1,77 @@
+"""Acceptance: walk each request's tree over the tokens that the target draws.
+
+Sample-and-follow: at the row reached, the target's token is drawn once from its fully processed
+distribution; if a child carries that token the walk goes there, otherwise the token is the bonus
+token and the walk ends. Every token emitted is a draw of the target, so the output has the
+target's distribution for any tree and any draft, and equals plain decoding token by token where
+draws are reproducible (greedy, or a request's own generator). For drafts that are not themselves
+sampled no rule accepts more: a fixed set of children is right with exactly the target's
+probability of that set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from medusa_plugin.tree.draft_tree import DraftTree
+
+
+class TargetSampler(Protocol):
+    """Draws the target's next token at tree rows; supplied by the host."""
+
+    def sample(self, rows: Mapping[int, int]) -> Mapping[int, int]:
+        """Draw one token for each request of `rows`.
+
+        Args:
+            rows: request index -> tree row (0 is the root). Calls for one request come in path
+                order, and each row's prefix is the request's committed output plus the tokens
+                already drawn for it in this step.
+
+        Returns:
+            request index -> token id, for exactly the requests of `rows`.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class AcceptedPath:
+    """What one request gained in a step."""
+
+    rows: tuple[int, ...]
+    """Accepted tree rows in path order, root excluded."""
+    tokens: tuple[int, ...]
+    """The accepted rows' tokens and then the bonus token: `len(rows) + 1` tokens."""
+
+    @property
+    def last_row(self) -> int:
+        """The row whose hidden state predicts what follows: the last accepted one."""
+        return self.rows[-1] if self.rows else 0
+
+
+def walk(trees: Sequence[DraftTree], sampler: TargetSampler) -> list[AcceptedPath]:
+    """Walk all trees level by level; only the rows visited are sampled.
+
+    Args:
+        trees: one per request; a request without a draft has a tree of just the root.
+        sampler: draws the target's tokens.
+
+    Returns:
+        The accepted path of each request, in the order of `trees`.
+    """
+    rows: list[list[int]] = [[] for _ in trees]
+    tokens: list[list[int]] = [[] for _ in trees]
+    frontier = dict.fromkeys(range(len(trees)), 0)
+    while frontier:
+        drawn = sampler.sample(frontier)
+        reached: dict[int, int] = {}
+        for request, row in frontier.items():
+            token = drawn[request]
+            tokens[request].append(token)
+            child = trees[request].child_with_token(row, token)
+            if child is not None:
+                rows[request].append(child)
+                reached[request] = child
+        frontier = reached
+    return [AcceptedPath(tuple(r), tuple(t)) for r, t in zip(rows, tokens, strict=True)]

@@ -1,0 +1,1 @@
+"""Glue to vLLM: the only package that imports it. Start reading at `registration.py`."""

@@ -1,0 +1,117 @@
+"""Flags of `vllm serve` and every other parser built on `EngineArgs`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from medusa_plugin.config import MedusaConfigError
+
+METHOD = "medusa"
+
+_FLAGS = {
+    "heads": "--medusa-heads",
+    "tree": "--medusa-tree",
+    "draft_vocab_size": "--medusa-draft-vocab-size",
+    "num_speculative_tokens": "--num-speculative-tokens",
+}
+
+
+def add_arguments(parser: Any) -> Any:
+    """Add our group to vLLM's parser once and return the parser."""
+    if "--speculative-model" in parser._option_string_actions:
+        return parser
+    group = parser.add_argument_group(
+        title="Medusa",
+        description="Tree-verified Medusa heads (plugin medusa). Example: "
+        "vllm serve MODEL --speculative-model medusa --medusa-heads DIR",
+    )
+    group.add_argument(
+        "--speculative-model",
+        choices=[METHOD],
+        default=None,
+        help="Speculate with Medusa heads: a tree of candidates is verified in one pass.",
+    )
+    group.add_argument(
+        "--medusa-heads",
+        metavar="DIR",
+        default=None,
+        help="Directory of the heads. Default: the heads beside the model.",
+    )
+    group.add_argument(
+        "--medusa-tree",
+        metavar="CHOICES",
+        default=None,
+        help="Static tree as medusa_choices: JSON text or a JSON file. Default: the best tree of "
+        "--num-speculative-tokens nodes under the heads' calibration.",
+    )
+    group.add_argument(
+        "--medusa-draft-vocab-size",
+        metavar="N|auto|full",
+        type=_vocab_size,
+        default=None,
+        help="How many of the most frequent tokens the heads may propose. Default: auto.",
+    )
+    group.add_argument(
+        "--num-speculative-tokens",
+        dest="medusa_num_speculative_tokens",
+        metavar="N",
+        type=int,
+        default=None,
+        help="Nodes of the tree without its root, 1 to 63. Default: 15.",
+    )
+    return parser
+
+
+def _vocab_size(text: str) -> int | str:
+    if text in ("auto", "full"):
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number, auto or full, got {text!r}") from None
+
+
+def apply_arguments(args: argparse.Namespace) -> None:
+    """Move our flags into `speculative_config` and `additional_config`, in place.
+
+    Raises:
+        MedusaConfigError: a --medusa-* flag without --speculative-model medusa, or
+            --speculative-model together with another way of configuring speculation.
+    """
+    method = getattr(args, "speculative_model", None)
+    options = {
+        name: value
+        for name, value in (
+            ("heads", getattr(args, "medusa_heads", None)),
+            ("tree", getattr(args, "medusa_tree", None)),
+            ("draft_vocab_size", getattr(args, "medusa_draft_vocab_size", None)),
+            ("num_speculative_tokens", getattr(args, "medusa_num_speculative_tokens", None)),
+        )
+        if value is not None
+    }
+    if method is None:
+        if options:
+            flags = ", ".join(_FLAGS[name] for name in options)
+            raise MedusaConfigError(f"{flags} needs --speculative-model medusa")
+        return
+    for flag in ("speculative_config", "spec_method", "spec_model", "spec_tokens"):
+        if getattr(args, flag, None) is not None:
+            raise MedusaConfigError(
+                f"--speculative-model and --{flag.replace('_', '-')} are mutually exclusive; use "
+                "--medusa-heads and --num-speculative-tokens with --speculative-model"
+            )
+    config: dict[str, Any] = {"method": METHOD}
+    if "heads" in options:
+        config["model"] = options.pop("heads")
+    if "num_speculative_tokens" in options:
+        config["num_speculative_tokens"] = options.pop("num_speculative_tokens")
+    args.speculative_config = config
+    if options:
+        additional = dict(getattr(args, "additional_config", None) or {})
+        additional["medusa"] = {**additional.get("medusa", {}), **options}
+        args.additional_config = additional
+    args.speculative_model = None
+    for name in list(vars(args)):
+        if name.startswith("medusa_"):
+            setattr(args, name, None)

@@ -1,0 +1,69 @@
+"""KV caches of all layers, grouped for compaction after their layout was checked."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import torch
+from vllm import _custom_ops as ops
+
+from medusa_plugin.vllm_glue.support import UnsupportedFeatureError
+from tvm_ops.compact_kv import KVCacheGroup
+from tvm_ops.load import warm_up
+from tvm_ops.probe import check_layout
+
+logger = logging.getLogger("vllm.medusa")
+
+
+def group_caches(layers: list[Any], kv_cache_config: Any) -> KVCacheGroup:
+    """Group the caches of `layers` and make the kernels for them ready.
+
+    Args:
+        layers: vLLM's attention layers, caches bound.
+        kv_cache_config: vLLM's cache configuration.
+
+    Raises:
+        UnsupportedFeatureError: the layers do not share one kind of cache.
+        LayoutError: vLLM writes a layout that we do not read.
+    """
+    if len(kv_cache_config.kv_cache_groups) != 1:
+        raise UnsupportedFeatureError(
+            f"medusa does not support yet: {len(kv_cache_config.kv_cache_groups)} KV cache groups "
+            "(only models whose layers share one). Run this model without speculation."
+        )
+    layouts = {layer.isa for layer in layers}
+    if len(layouts) != 1:
+        raise UnsupportedFeatureError(
+            f"medusa does not support yet: layers with different cache layouts {sorted(layouts)}"
+        )
+    layout = layouts.pop()
+    group = KVCacheGroup([layer.kv_cache for layer in layers], layout)
+    logical_block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+    if logical_block_size != group.block_size:
+        raise UnsupportedFeatureError(
+            f"medusa does not support yet: a block table in blocks of {logical_block_size} tokens "
+            f"over caches in blocks of {group.block_size}. Set --block-size {group.block_size}."
+        )
+    started = time.perf_counter()
+
+    def write(
+        keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        num_blocks, kv_heads, block_size, _ = cache.shape
+        parts = cache.view(num_blocks, kv_heads, 2 * block_size, -1).chunk(2, dim=2)
+        ops.cpu_attn_reshape_and_cache(keys, values, *parts, slots, layout)
+
+    dtype = group.caches[0].dtype
+    check_layout(write, layout, dtype, head_dim=group.head_dim, block_size=group.block_size)
+    warm_up(layout, dtype, group.head_dim)
+    logger.info(
+        "medusa kernels ready in %.1f s: layout %s, %s, head_dim %d, block_size %d",
+        time.perf_counter() - started,
+        layout,
+        dtype,
+        group.head_dim,
+        group.block_size,
+    )
+    return group

@@ -1,0 +1,265 @@
+"""Model runner: vLLM's batch in, `step.decode_step`, vLLM's outputs out.
+
+| vLLM field | our meaning |
+|---|---|
+| `scheduler_output.scheduled_spec_decode_tokens[id]` | granted nodes of the request's tree, a prefix of what we proposed (or -1 placeholders: no tree) |
+| last `n + 1` rows of a request in `query_start_loc` | root row and n node rows |
+| `positions` | linear until slots are computed, then root position + depth |
+| `logits`, `sample_hidden_states` | `n + 1` rows per request, root first |
+| `input_batch.block_table[0]` | physical blocks, for compaction |
+| `discard_request_mask` | prefill chunks: no draw, no draft |
+| `SamplerOutput.sampled_token_ids` | accepted path and bonus token, padded with -1 |
+| `_draft_token_ids` | tokens of the next trees' nodes, in row order |
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.outputs import ModelRunnerOutput, SamplerOutput
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+from medusa_plugin.step import Drafter, StepRequest, decode_step
+from medusa_plugin.tree.draft_tree import DraftTree
+from medusa_plugin.tree.token_tree import TokenTree
+from medusa_plugin.vllm_glue.attention import (
+    TreeAttentionImpl,
+    TreeAttentionMetadataBuilder,
+    tree_backend,
+)
+from medusa_plugin.vllm_glue.kv_cache import group_caches
+from medusa_plugin.vllm_glue.sampling import TreeRowSampler
+from medusa_plugin.vllm_glue.support import UnsupportedFeatureError
+from tvm_ops.compact_kv import KVCacheGroup
+from tvm_ops.tree_batch import TreeBatch
+
+logger = logging.getLogger("vllm.medusa")
+
+
+@dataclass(frozen=True)
+class GrantedTrees:
+    """The trees that the scheduler granted in a step, in batch order."""
+
+    trees: tuple[DraftTree, ...]
+    """One per request; just the root where there is no draft."""
+    root_rows: npt.NDArray[np.int64]
+    """Row of each request's root in the batch."""
+    root_positions: npt.NDArray[np.int64]
+    """Position of each request's root in its sequence."""
+
+    @property
+    def branching(self) -> list[int]:
+        """Requests that need the tree kernel: a chain is ordinary causal attention."""
+        return [i for i, tree in enumerate(self.trees) if not tree.topology.is_chain]
+
+
+class MedusaCPUModelRunner(CPUModelRunner):
+    """vLLM's CPU model runner that verifies trees."""
+
+    def __init__(self, vllm_config: Any, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
+        self._proposed: dict[str, DraftTree] = {}
+        self._granted: GrantedTrees | None = None
+        self._sample_hidden_states: torch.Tensor | None = None
+        self._drafts: list[DraftTree | None] = []
+        self.kv_cache_group: KVCacheGroup | None = None
+
+    # Start-up
+
+    def load_model(self, load_dummy_weights: bool = False) -> None:
+        """Load the target with our attention backend, and the heads."""
+        with tree_backend():
+            super().load_model(load_dummy_weights)
+
+    def initialize_kv_cache(
+        self,
+        kv_cache_config: Any,
+        is_profiling: bool = False,
+        kv_cache_allocation_context: Any = None,
+    ) -> None:
+        """Allocate as vLLM does, then group the caches and check that we read their layout."""
+        super().initialize_kv_cache(kv_cache_config, is_profiling, kv_cache_allocation_context)
+        if is_profiling:
+            return
+        layers = get_layers_from_vllm_config(self.vllm_config, Attention)
+        for layer in layers.values():
+            if not isinstance(layer.impl, TreeAttentionImpl):
+                raise UnsupportedFeatureError(
+                    f"medusa does not support yet: {type(layer.impl).__name__} in layer "
+                    f"{layer.layer_name}. Run this model without speculation."
+                )
+            layer.impl.require_supported()
+        self.kv_cache_group = group_caches(list(layers.values()), kv_cache_config)
+
+    # Before the forward pass
+
+    def _update_states(self, scheduler_output: Any) -> Any:
+        for request_id in scheduler_output.finished_req_ids:
+            self._proposed.pop(request_id, None)
+        for request_id in scheduler_output.preempted_req_ids or ():
+            self._proposed.pop(request_id, None)
+        return super()._update_states(scheduler_output)
+
+    def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
+        # Slots come from the linear positions, so vLLM computes them before we change positions.
+        prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
+        granted = self._grant(scheduler_output.scheduled_spec_decode_tokens)
+        # The scheduler pads requests with -1, which is no row of the embedding table.
+        self.input_ids.gpu[: scheduler_output.total_num_scheduled_tokens].clamp_(min=0)
+        for i in granted.branching:
+            root = int(granted.root_rows[i])
+            depths = granted.trees[i].topology.depth_tensor
+            self.positions[root : root + len(depths)] = int(granted.root_positions[i]) + depths
+        self._granted = granted
+        return prepared
+
+    def _grant(self, scheduled: dict[str, list[int]]) -> GrantedTrees:
+        """Match the granted tokens with the trees we proposed."""
+        num_requests = self.input_batch.num_reqs
+        trees = []
+        for request_id in self.input_batch.req_ids[:num_requests]:
+            tokens = tuple(scheduled.get(request_id, ()))
+            proposed = self._proposed.get(request_id)
+            tree = proposed.granted(tokens) if proposed is not None else None
+            # Tokens we did not propose (placeholders) are verified as the chain they are.
+            trees.append(tree or DraftTree(TokenTree.chain(len(tokens)), tokens))
+        ends = self.query_start_loc.np[1 : num_requests + 1].astype(np.int64)
+        nodes = np.array([len(tree.tokens) for tree in trees], dtype=np.int64)
+        seq_lens = self.optimistic_seq_lens_cpu[:num_requests].numpy().astype(np.int64)
+        return GrantedTrees(tuple(trees), ends - nodes - 1, seq_lens - nodes - 1)
+
+    def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        result = super()._build_attention_metadata(*args, **kwargs)
+        granted = self._granted
+        if granted is None or not granted.branching:
+            return result
+        metadata_by_layer = result[0]
+        num_requests = len(granted.trees)
+        branching = granted.branching
+        plain = [i for i in range(num_requests) if granted.trees[i].topology.is_chain]
+        for group in self.attn_groups[0]:
+            builder = group.get_metadata_builder(0)
+            metadata = metadata_by_layer[group.layer_names[0]]
+            assert isinstance(builder, TreeAttentionMetadataBuilder)
+            topologies = [granted.trees[i].topology for i in branching]
+            trees = TreeBatch(
+                query_start=torch.from_numpy(granted.root_rows[branching].astype(np.int32)),
+                query_len=torch.tensor([t.num_rows for t in topologies], dtype=torch.int32),
+                context_len=torch.from_numpy(granted.root_positions[branching].astype(np.int32)),
+                ancestor_masks=torch.stack([t.mask_tensor for t in topologies]),
+                block_table=metadata.block_table[branching],
+            )
+            builder.attach_trees(
+                metadata, trees, plain, self.query_start_loc.np[: num_requests + 1]
+            )
+        return result
+
+    # After the forward pass
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Sample, book-keep and draft as vLLM does, with the step's hidden states at hand."""
+        if self.execute_model_state is not None:
+            self._sample_hidden_states = self.execute_model_state.sample_hidden_states
+        try:
+            output: ModelRunnerOutput = super().sample_tokens(grammar_output)
+            return output
+        finally:
+            self._sample_hidden_states = None
+            self._granted = None
+            self._drafts = []
+
+    def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
+        granted = self._granted
+        assert granted is not None and logits is not None
+        assert self._sample_hidden_states is not None and self.kv_cache_group is not None
+        num_requests = len(granted.trees)
+        discarded = frozenset(np.flatnonzero(self.discard_request_mask.np[:num_requests]).tolist())
+        requests = self._step_requests(granted, discarded)
+        sampler = TreeRowSampler(
+            self.sampler,
+            logits,
+            [request.first_row for request in requests],
+            self.input_batch.sampling_metadata,
+            [self.requests[request.request_id].output_token_ids for request in requests],
+            discarded,
+        )
+        try:
+            result = decode_step(
+                requests,
+                self._sample_hidden_states,
+                sampler,
+                self.kv_cache_group,
+                self.input_batch.block_table[0].get_numpy_array(),
+                self.medusa_drafter,
+            )
+        finally:
+            sampler.finish()
+        self._drafts = result.drafts
+        return sampler.output(result.paths)
+
+    @property
+    def medusa_drafter(self) -> Drafter:
+        """What proposes the trees of this worker."""
+        drafter: Drafter = self.drafter.drafter  # type: ignore[union-attr]
+        return drafter
+
+    def _step_requests(
+        self, granted: GrantedTrees, discarded: frozenset[int]
+    ) -> list[StepRequest]:
+        batch = self.input_batch
+        requests = []
+        first_row = 0
+        for i, tree in enumerate(granted.trees):
+            request_id = batch.req_ids[i]
+            state = self.requests[request_id]
+            params = state.sampling_params
+            requests.append(
+                StepRequest(
+                    request_id=request_id,
+                    tree=tree,
+                    first_row=first_row,
+                    root_position=int(granted.root_positions[i]),
+                    committed=batch.token_ids_cpu[i, : batch.num_tokens_no_spec[i]],
+                    drafts_next=i not in discarded,
+                    # The scheduler computes grammar masks along a chain.
+                    chain_only=params is not None and params.structured_outputs is not None,
+                )
+            )
+            first_row += tree.topology.num_rows
+        return requests
+
+    def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
+        # vLLM rewinds the generators of discarded requests by one draw; none was made for them,
+        # and CPU generators cannot be rewound.
+        generators = self.input_batch.generators
+        discarded = np.flatnonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])
+        self.input_batch.generators = {
+            i: generator for i, generator in generators.items() if i not in discarded
+        }
+        try:
+            return super()._bookkeeping_sync(*args, **kwargs)
+        finally:
+            self.input_batch.generators = generators
+
+    def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
+        # Heads have no positions. A False would replace all drafts by zeros that fit no tree.
+        return True
+
+    def propose_draft_token_ids(self, *args: Any, **kwargs: Any) -> list[list[int]]:
+        """Hand over the trees drafted in `_sample`, as token lists in row order."""
+        drafts: list[list[int]] = []
+        for request_id, tree in zip(self.input_batch.req_ids, self._drafts, strict=True):
+            if tree is None:
+                self._proposed.pop(request_id, None)
+                drafts.append([])
+            else:
+                self._proposed[request_id] = tree
+                drafts.append(list(tree.tokens))
+        return drafts

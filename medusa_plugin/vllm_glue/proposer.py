@@ -1,0 +1,53 @@
+"""The class that vLLM instantiates for `method="custom_class"`: loads the heads with the model."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any, NoReturn
+
+from torch import nn
+
+from medusa_plugin.heads import TargetSpec, load_heads, peek_heads
+from medusa_plugin.step import HeadsDrafter
+from medusa_plugin.vllm_glue.translate import configured_tree, medusa_config
+
+logger = logging.getLogger("vllm.medusa")
+
+
+class MedusaProposer:
+    """Owns the drafter of a worker; the model runner calls the drafter itself."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        self._vllm_config = vllm_config
+        self._config = medusa_config(vllm_config)
+
+    def load_model(self, target_model: nn.Module) -> None:
+        """Load the heads onto the target's device, sharing its language-model head.
+
+        Raises:
+            HeadsError: the heads cannot be read or do not fit.
+        """
+        started = time.perf_counter()
+        model_config = self._vllm_config.model_config
+        lm_head = target_model.lm_head.weight
+        target = TargetSpec(
+            hidden_size=model_config.get_hidden_size(),
+            vocab_size=model_config.get_vocab_size(),
+            lm_head=lm_head.data,
+            dtype=model_config.dtype,
+            device=lm_head.device,
+        )
+        heads = load_heads(
+            self._config.heads, target, draft_vocab_size=self._config.draft_vocab_size
+        )
+        tree = configured_tree(self._config, peek_heads(self._config.heads))
+        self.drafter = HeadsDrafter(heads, tree)
+        logger.info("medusa heads loaded in %.2f s", time.perf_counter() - started)
+
+    def propose(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """vLLM's stock call, which passes no hidden states; our model runner never makes it."""
+        raise RuntimeError(
+            "MedusaProposer.propose was called by vLLM's own model runner: the worker class of "
+            "medusa is not in use. Start the engine with method 'medusa', not 'custom_class'"
+        )

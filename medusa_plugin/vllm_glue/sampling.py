@@ -1,0 +1,145 @@
+"""The host's sampler as a `TargetSampler`: vLLM's full pipeline at each row the walk visits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.sampler import Sampler
+
+from medusa_plugin.accept import AcceptedPath
+
+PLACEHOLDER_TOKEN_ID = -1
+
+
+class TreeRowSampler:
+    """Draws target tokens level by level for one step.
+
+    The whole batch goes through the sampler once per level, since vLLM's processors address rows
+    by batch index; requests whose walk has ended repeat their last row, draw from no generator
+    of their own, and the result is dropped.
+
+    Args:
+        sampler: vLLM's sampler.
+        logits: `[num_rows, vocab]` of the step.
+        first_rows: root row of each request in `logits`.
+        metadata: the batch's sampling metadata.
+        outputs: each request's output token ids, the very lists that vLLM's processors hold. They
+            are extended while walking, so that penalties, bad words and minimum lengths see the
+            path, and `finish` takes that back.
+        discarded: batch indices whose token is thrown away (prefill chunks): their generators are
+            not advanced.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        logits: torch.Tensor,
+        first_rows: Sequence[int],
+        metadata: SamplingMetadata,
+        outputs: Sequence[list[int]],
+        discarded: frozenset[int],
+    ) -> None:
+        self._sampler = sampler
+        self._logits = logits
+        self._first_rows = np.asarray(first_rows, dtype=np.int64)
+        self._current = self._first_rows.copy()
+        self._metadata = replace(metadata, spec_token_ids=None)
+        self._outputs = outputs
+        self._lengths = [len(output) for output in outputs]
+        self._discarded = discarded
+        self._level = 0
+        self._logprobs: list[LogprobsTensors] = []
+        self._greedy_only = _is_plain_greedy(metadata)
+
+    def sample(self, rows: Mapping[int, int]) -> dict[int, int]:
+        """See `TargetSampler.sample`."""
+        requests = list(rows)
+        self._current[requests] = self._first_rows[requests] + list(rows.values())
+        if self._greedy_only:
+            # Ended walks need no repeat here: argmax has no state addressed by batch index.
+            logits = self._logits[torch.from_numpy(self._current[requests])].to(torch.float32)
+            drawn: list[int] = Sampler.greedy_sample(logits).tolist()
+        else:
+            tokens = self._sample_batch(rows)
+            drawn = [tokens[request] for request in requests]
+        for request, token in zip(requests, drawn, strict=True):
+            self._outputs[request].append(token)
+        return dict(zip(requests, drawn, strict=True))
+
+    def _sample_batch(self, rows: Mapping[int, int]) -> list[int]:
+        if self._level:
+            # As at the start of a plain step: the outputs that processors watch have grown.
+            for processor in self._metadata.logitsprocs.all:
+                processor.update_state(None)
+        self._level += 1
+        generators = {
+            request: generator
+            for request, generator in self._metadata.generators.items()
+            if request in rows and request not in self._discarded
+        }
+        result = self._sampler(
+            # Indexing copies, which matters: the sampler works in place.
+            logits=self._logits[torch.from_numpy(self._current)],
+            sampling_metadata=replace(self._metadata, generators=generators),
+        )
+        if result.logprobs_tensors is not None:
+            self._logprobs.append(result.logprobs_tensors)
+        tokens: list[int] = result.sampled_token_ids.squeeze(-1).tolist()
+        return tokens
+
+    def finish(self) -> None:
+        """Take back what was appended to the output token ids: vLLM's bookkeeping appends it."""
+        for output, length in zip(self._outputs, self._lengths, strict=True):
+            del output[length:]
+
+    def output(self, paths: Sequence[AcceptedPath]) -> SamplerOutput:
+        """What vLLM expects of its rejection sampler.
+
+        Returns:
+            `sampled_token_ids` int32 `[num_reqs, longest]` padded with -1, and logprobs of every
+            entry, flattened in the same order (entries of padding are dropped by vLLM).
+        """
+        longest = max(len(path.tokens) for path in paths)
+        tokens = torch.full((len(paths), longest), PLACEHOLDER_TOKEN_ID, dtype=torch.int32)
+        for request, path in enumerate(paths):
+            tokens[request, : len(path.tokens)] = torch.tensor(path.tokens, dtype=torch.int32)
+        return SamplerOutput(
+            sampled_token_ids=tokens,
+            logprobs_tensors=_interleave(self._logprobs) if self._logprobs else None,
+        )
+
+
+def _is_plain_greedy(metadata: SamplingMetadata) -> bool:
+    """Whether argmax of the raw logits is all that the sampler would do."""
+    holder = metadata.thinking_budget_state_holder
+    return (
+        metadata.all_greedy
+        and metadata.max_num_logprobs is None
+        and not metadata.logprob_token_ids
+        and metadata.no_penalties
+        and metadata.allowed_token_ids_mask is None
+        and not metadata.bad_words_token_ids
+        and not any(_may_act(p) for p in metadata.logitsprocs.non_argmax_invariant)
+        and (holder is None or not holder.has_tracked_requests())
+    )
+
+
+def _may_act(processor: object) -> bool:
+    # The built-in processors keep their requests in a dict; of others nothing is known.
+    tracked = getattr(processor, "min_toks", getattr(processor, "biases", None))
+    return tracked is None or bool(tracked)
+
+
+def _interleave(levels: Sequence[LogprobsTensors]) -> LogprobsTensors:
+    """Level-major logprobs (`[num_reqs, k]` per level) to request-major rows."""
+    return LogprobsTensors(
+        *(
+            torch.stack([level[field] for level in levels], dim=1).flatten(0, 1)
+            for field in range(3)
+        )
+    )

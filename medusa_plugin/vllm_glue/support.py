@@ -1,0 +1,92 @@
+"""What tree verification does not support yet: refused at start, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from vllm.platforms import current_platform
+
+
+class UnsupportedFeatureError(ValueError):
+    """A feature of the engine cannot be combined with Medusa trees; the message names it."""
+
+
+def require_supported_engine(vllm_config: Any) -> None:
+    """Raise `UnsupportedFeatureError` naming every feature of `vllm_config` in the way."""
+    found = [
+        *_platform(),
+        *_parallelism(vllm_config),
+        *_model(vllm_config.model_config),
+        *_cache(vllm_config),
+        *_budget(vllm_config),
+    ]
+    if found:
+        raise UnsupportedFeatureError(
+            "medusa does not support yet: "
+            + "; ".join(found)
+            + ". Turn this off, or run without speculation."
+        )
+
+
+def _platform() -> Iterator[str]:
+    if not current_platform.is_cpu():
+        yield f"platform {current_platform.device_name} (only cpu)"
+
+
+def _parallelism(vllm_config: Any) -> Iterator[str]:
+    parallel = vllm_config.parallel_config
+    for name in (
+        "pipeline_parallel_size",
+        "tensor_parallel_size",
+        "decode_context_parallel_size",
+        "prefill_context_parallel_size",
+    ):
+        size = getattr(parallel, name, 1)
+        if size > 1:
+            yield f"{name}={size} (only 1)"
+    if getattr(parallel, "use_ubatching", False):
+        yield "micro-batching (ubatch, dual batch overlap)"
+
+
+def _model(model_config: Any) -> Iterator[str]:
+    text_config = model_config.hf_text_config
+    if model_config.runner_type != "generate":
+        yield f"runner {model_config.runner_type!r} (only generate)"
+    if model_config.is_encoder_decoder:
+        yield "encoder-decoder models"
+    if model_config.is_hybrid or model_config.is_attention_free or model_config.has_inner_state:
+        yield "hybrid, Mamba and other models with recurrent state"
+    if model_config.is_multimodal_model:
+        yield "multimodal models"
+    if model_config.uses_mrope:
+        yield "M-RoPE positions"
+    if model_config.use_mla:
+        yield "multi-head latent attention (MLA)"
+    layer_types = set(getattr(text_config, "layer_types", None) or ())
+    if model_config.get_sliding_window() or layer_types - {"full_attention"}:
+        yield f"sliding-window or chunked attention (layer types {sorted(layer_types) or 'sliding'})"
+    if getattr(text_config, "attn_logit_softcapping", None):
+        yield "attention logit soft-cap"
+    if model_config.enable_prompt_embeds:
+        yield "prompt embeddings"
+
+
+def _cache(vllm_config: Any) -> Iterator[str]:
+    cache_dtype = str(vllm_config.cache_config.cache_dtype)
+    if cache_dtype not in ("auto", "bfloat16", "float16", "float32"):
+        yield f"kv_cache_dtype={cache_dtype} (only unquantised)"
+    if vllm_config.kv_transfer_config is not None:
+        yield "KV connectors (kv_transfer_config), which would ship uncompacted KV"
+    if vllm_config.lora_config is not None:
+        yield "LoRA adapters"
+
+
+def _budget(vllm_config: Any) -> Iterator[str]:
+    rows = 1 + vllm_config.speculative_config.num_speculative_tokens
+    budget = vllm_config.scheduler_config.max_num_batched_tokens
+    if budget < rows:
+        yield (
+            f"max_num_batched_tokens={budget}, less than the {rows} rows of one tree "
+            f"(set it to at least {rows})"
+        )

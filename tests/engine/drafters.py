@@ -1,0 +1,108 @@
+"""Drafters that know, or deliberately miss, the target's own future.
+
+Random heads accept nothing, so they test only rejection. These plant the future that plain
+decoding produced: *oracle* always, *adversarial* never, *mixed* now and then.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import torch
+
+from medusa_plugin.accept import AcceptedPath
+from medusa_plugin.step import StepRequest
+from medusa_plugin.tree.draft_tree import DraftTree
+from medusa_plugin.tree.token_tree import TokenTree
+
+Prefix = tuple[int, ...]
+
+
+class PlantedDrafter:
+    """Plants known continuations on a path of a tree; all other nodes carry wrong tokens.
+
+    Args:
+        topologies: one is picked at random for each draft.
+        vocab_size: tokens are below it.
+        hit_rate: probability that a level of the path carries the right token; 1 is the oracle,
+            0 the adversary.
+        seed: of the picks.
+    """
+
+    def __init__(
+        self,
+        topologies: Sequence[TokenTree],
+        vocab_size: int,
+        hit_rate: float,
+        seed: int = 0,
+    ) -> None:
+        self.topologies = topologies
+        self.vocab_size = vocab_size
+        self.hit_rate = hit_rate
+        self.alphabet: Sequence[int] = range(vocab_size)
+        """Wrong tokens are drawn from here."""
+        self.futures: dict[Prefix, list[int]] = {}
+        self.accepted: list[int] = []
+        """Accepted nodes of every draft that followed a verified one, for the tests to check."""
+        self.branching_steps = 0
+        self.on_draft: Callable[[Sequence[StepRequest]], None] | None = None
+        self._random = random.Random(seed)
+
+    def learn(self, prompt: Sequence[int], output: Sequence[int]) -> None:
+        """Remember that plain decoding continues `prompt` by `output`."""
+        self.futures[tuple(prompt)] = list(output)
+
+    def draft(
+        self,
+        requests: Sequence[StepRequest],
+        paths: Sequence[AcceptedPath],
+        hidden_states: torch.Tensor,
+    ) -> list[DraftTree]:
+        """See `medusa_plugin.step.Drafter`."""
+        assert hidden_states.shape[0] == len(requests)
+        if self.on_draft is not None:
+            self.on_draft(requests)
+        drafts = []
+        for request, path in zip(requests, paths, strict=True):
+            if request.tree.topology.num_nodes:
+                self.accepted.append(len(path.rows))
+                self.branching_steps += not request.tree.topology.is_chain
+            sequence = (*request.committed.tolist(), *path.tokens)
+            topology = self._random.choice(self.topologies)
+            if request.chain_only:
+                topology = TokenTree.chain(topology.num_nodes)
+            drafts.append(DraftTree(topology, self._tokens(topology, self._future(sequence))))
+        return drafts
+
+    def _future(self, sequence: Prefix) -> list[int]:
+        for prompt, output in self.futures.items():
+            known = (*prompt, *output)
+            if len(sequence) > len(prompt) and known[: len(sequence)] == sequence:
+                return list(known[len(sequence) :])
+        return []
+
+    def _tokens(self, topology: TokenTree, future: list[int]) -> tuple[int, ...]:
+        tokens = [0] * topology.num_rows
+        on_path = {0}
+        for row in range(topology.num_rows):
+            children = topology.children(row)
+            if not children:
+                continue
+            depth = topology.depths[row]
+            right = future[depth] if row in on_path and depth < len(future) else None
+            chosen = self._wrong_tokens(len(children), right)
+            if right is not None and self._random.random() < self.hit_rate:
+                lucky = self._random.randrange(len(children))
+                chosen[lucky] = right
+                on_path.add(children[lucky])
+            for child, token in zip(children, chosen, strict=True):
+                tokens[child] = token
+        return tuple(tokens[1:])
+
+    def _wrong_tokens(self, count: int, right: int | None) -> list[int]:
+        """Distinct tokens other than `right`; topped up from outside a small alphabet."""
+        pool = [t for t in self.alphabet if t != right]
+        if len(pool) < count:
+            pool += [t for t in range(self.vocab_size) if t not in self.alphabet][: count]
+        return self._random.sample(pool, count)
