@@ -10,11 +10,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tvm_ops.compact_kv import KVCacheGroup, compact_kv
+    from tvm_ops.attention import tree_attention
+    from tvm_ops.compaction import KVCacheGroup, compact_kv
     from tvm_ops.layouts import LAYOUTS, KVLayout
     from tvm_ops.load import warm_up
     from tvm_ops.probe import check_layout
-    from tvm_ops.tree_attention import tree_attention
     from tvm_ops.tree_batch import MAX_TREE_ROWS, TreeBatch
 
 __all__ = [
@@ -30,14 +30,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "KVCacheGroup": "compact_kv",
+    "KVCacheGroup": "compaction",
     "KVLayout": "layouts",
     "LAYOUTS": "layouts",
     "MAX_TREE_ROWS": "tree_batch",
     "TreeBatch": "tree_batch",
     "check_layout": "probe",
-    "compact_kv": "compact_kv",
-    "tree_attention": "tree_attention",
+    "compact_kv": "compaction",
+    "tree_attention": "attention",
     "warm_up": "load",
 }
 

@@ -25,9 +25,9 @@ def tree_attention(
 ) -> None:
     """Write softmax(scale * q k^T) v of every tree row into `out`.
 
-    Row r of tree t sees positions 0 to context_len[t] - 1, and the tree rows in its mask. A position
-    that a row does not see has no influence on it, whatever its cache slot holds. In loop form,
-    for each tree, row, and head h:
+    Row r of tree t sees positions 0 to context_len[t] - 1, and the tree rows in its mask. What a
+    row does not see has no influence on it, whatever its cache slot holds. In loop form, for each
+    tree, row, and head h:
 
         weights = softmax(scale * [q . key(p, h // group) for p the row sees])
         out[query_start + row, h] = sum of weights * value(p, h // group)
@@ -76,15 +76,7 @@ def tree_attention(
         block_size,
         group,
         scale * _LOG2_E,
-        plan.items,
-        plan.merges,
-        batch.query_start,
-        batch.query_len,
-        batch.context_len,
-        batch.ancestor_masks,
-        batch.block_table,
-        plan.partial_sum,
-        plan.partial_stat,
+        *plan.arguments,
     )
 
 

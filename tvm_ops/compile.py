@@ -63,8 +63,8 @@ def _build(spec: KernelSpec, path: Path) -> None:
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         raise RuntimeError(
-            "no C compiler: compiling kernels needs `gcc` or `cc` on PATH; install one, or copy the "
-            "kernel cache from a machine of the same kind"
+            "no C compiler: compiling kernels needs `gcc` or `cc` on PATH; install one, or copy "
+            "the kernel cache from a machine of the same kind"
         )
     if spec.op == "launcher":
         source = PACKAGE / "launcher.c"

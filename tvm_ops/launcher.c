@@ -52,11 +52,10 @@ static void work(void *data) {
  * tasks than threads, taken in turn, even out items of different length. */
 int tvm_ops_parallel_launch(Body body, void *closure, int num_task) {
   int threads = omp_parallel && !omp_inside() ? omp_max_threads() : 1;
-  int tasks = threads * TASKS_PER_THREAD;
-  if (tasks < MIN_TASKS) tasks = MIN_TASKS;
+  int tasks = threads == 1 ? 1 : threads * TASKS_PER_THREAD;
+  if (threads > 1 && tasks < MIN_TASKS) tasks = MIN_TASKS;
   Job job = {body, closure, {0, num_task > 0 ? num_task : tasks}, 0, 0};
   if (threads == 1) {
-    job.env.num_task = 1;
     work(&job);
   } else {
     omp_parallel(work, &job, 0, 0);

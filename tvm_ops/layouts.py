@@ -70,7 +70,7 @@ def cache_shape(
 
 
 def check_cache(cache: Tensor, layout: KVLayout) -> None:
-    """Raise TypeError (dtype) or ValueError (shape, strides, device) unless `cache` has `layout`."""
+    """Raise TypeError (dtype) or ValueError (shape, strides, device) unless `layout` fits."""
     if cache.dtype not in layout.dtypes:
         raise TypeError(
             f"layout {layout.name!r} holds {[str(d) for d in layout.dtypes]}, the cache is "
@@ -80,8 +80,8 @@ def check_cache(cache: Tensor, layout: KVLayout) -> None:
         raise ValueError(f"the cache is on {cache.device}, these layouts live on the CPU")
     if cache.dim() != 4 or not cache.is_contiguous():
         raise ValueError(
-            "expected a contiguous cache [num_blocks, kv_heads, block_size, 2 * head_dim], got shape "
-            f"{tuple(cache.shape)} with strides {cache.stride()}"
+            "expected a contiguous cache [num_blocks, kv_heads, block_size, 2 * head_dim], got "
+            f"shape {tuple(cache.shape)} with strides {cache.stride()}"
         )
     block_size, width = cache.shape[2:]
     if block_size == 0 or block_size % layout.block_multiple:

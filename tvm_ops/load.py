@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import subprocess
@@ -53,6 +54,7 @@ def warm_up(layout: str, dtype: torch.dtype, head_dim: int) -> None:
         kernel(spec)
 
 
+@functools.cache
 def attention_spec(layout: str, dtype: torch.dtype, head_dim: int) -> KernelSpec:
     """Key of the tree_attention kernel; raises as warm_up does."""
     kind = find_layout(layout)

@@ -41,6 +41,6 @@ def check_layout(
     ]
     if wrong:
         raise RuntimeError(
-            f"the host does not write {' and '.join(wrong)} in layout {layout!r} (as {kind.memory!r}, "
-            f"{dtype}, head_dim {head_dim}, block size {block_size}): its version is not supported"
+            f"the host does not write {' and '.join(wrong)} in layout {layout!r} (memory "
+            f"{kind.memory!r}, {dtype}, head_dim {head_dim}, block size {block_size}): its version is not supported"
         )

@@ -21,7 +21,10 @@ def tree_attention_reference(
     layout: str,
     compute_dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Twin of tree_attention: same arguments and result, `compute_dtype` throughout."""
+    """Twin of tree_attention: same arguments and result, `compute_dtype` throughout.
+
+    Unlike its twin it needs finite values in the tree rows that a row does not see.
+    """
     block_size, kv_heads = kv_cache.shape[2], kv_cache.shape[1]
     group = query.shape[1] // kv_heads
     for t in range(len(batch)):
@@ -32,14 +35,13 @@ def tree_attention_reference(
         keys, values = read_rows(kv_cache, layout, block * block_size + position % block_size)
         keys, values = keys.to(compute_dtype), values.to(compute_dtype)
         node = position - context
-        for r in range(rows):
-            bits = (batch.ancestor_masks[t, r] >> node.clamp(min=0)) & 1
-            seen = (node < 0) | (bits == 1)
-            q = query[start + r].to(compute_dtype).view(kv_heads, group, -1)
-            logits = torch.einsum("hgd,phd->hgp", q, keys[seen]) * scale
-            weights = torch.softmax(logits, dim=-1)
-            result = torch.einsum("hgp,phd->hgd", weights, values[seen])
-            out[start + r] = result.reshape(-1, query.shape[2]).to(out.dtype)
+        bits = (batch.ancestor_masks[t, :rows, None] >> node.clamp(min=0)) & 1
+        seen = (node < 0) | (bits == 1)  # [rows, positions]
+        q = query[start : start + rows].to(compute_dtype).view(rows, kv_heads, group, -1)
+        logits = torch.einsum("rhgd,phd->hgrp", q, keys) * scale
+        weights = torch.softmax(logits.masked_fill(~seen, -torch.inf), dim=-1)
+        result = torch.einsum("hgrp,phd->rhgd", weights, values)
+        out[start : start + rows] = result.flatten(1, 2).to(out.dtype)
 
 
 def compact_kv_reference(
@@ -47,5 +49,5 @@ def compact_kv_reference(
 ) -> None:
     """Twin of compact_kv on distinct `caches`: one move after the other, in place."""
     for cache in caches:
-        for i in range(len(src_slots)):
-            write_rows(cache, layout, dst_slots[i : i + 1], *read_rows(cache, layout, src_slots[i : i + 1]))
+        for src, dst in zip(src_slots.split(1), dst_slots.split(1), strict=True):
+            write_rows(cache, layout, dst, *read_rows(cache, layout, src))

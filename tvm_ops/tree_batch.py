@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import tvm_ffi
 from torch import Tensor
 
 MAX_TREE_ROWS = 64  # an ancestor mask is one 64-bit word
@@ -128,13 +129,13 @@ class WorkPlan:
     items: int32 [N, 8]: tree, KV head, first row, rows, first key, one past the last key, partial
         result's index or -1, unused. Rows count tree row x head of the group.
     merges: int32 [M, 8]: tree, KV head, first row, rows, first partial result, how many, unused.
-    partial_sum, partial_stat: float32 [P, 64, head_dim] and [P, 64, 2], scratch of split items.
+    arguments: the kernel's tensor arguments, converted once for tvm-ffi: items, merges, the batch's
+        five, and the scratch of split items, float32 [P, 64, head_dim] and [P, 64, 2].
     """
 
     items: Tensor
     merges: Tensor
-    partial_sum: Tensor
-    partial_stat: Tensor
+    arguments: tuple[Any, ...]
 
 
 def _make_plan(
@@ -163,12 +164,20 @@ def _make_plan(
         if splits > 1:
             merges.append([t, 0, first, rows, partials, splits, 0, 0])
             partials += splits
-    return WorkPlan(
-        _for_all_heads(items, kv_heads, 6, partials),
-        _for_all_heads(merges, kv_heads, 4, partials),
+    item_table = _for_all_heads(items, kv_heads, 6, partials)
+    merge_table = _for_all_heads(merges, kv_heads, 4, partials)
+    tensors = (
+        item_table,
+        merge_table,
+        batch.query_start,
+        batch.query_len,
+        batch.context_len,
+        batch.ancestor_masks,
+        batch.block_table,
         torch.empty(partials * kv_heads, ITEM_ROWS, head_dim),
         torch.empty(partials * kv_heads, ITEM_ROWS, 2),
     )
+    return WorkPlan(item_table, merge_table, tuple(map(tvm_ffi.from_dlpack, tensors)))
 
 
 def _for_all_heads(rows: list[list[int]], kv_heads: int, column: int, partials: int) -> Tensor:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from tvm.script import tirx as T
 
 from tvm_ops.kernels.vector_math import (
+    INFINITY_BITS,
     LANES,
     LOWEST,
     STORAGE_DTYPES,
@@ -22,6 +23,7 @@ from tvm_ops.kernels.vector_math import (
     from_float32,
     high_bfloat16,
     low_bfloat16,
+    magnitude,
     to_float32,
 )
 
@@ -31,7 +33,7 @@ KEY_TILE = 64  # keys unpacked at a time; items begin at multiples of it
 
 @dataclass(frozen=True)
 class Tile:
-    """Register blocks: `rows` query rows by `tokens` keys (scores) or by `dims` dimensions (sum)."""
+    """Register blocks: `rows` query rows by `tokens` keys (scores) or `dims` dimensions (sums)."""
 
     rows: int
     tokens: int
@@ -215,9 +217,7 @@ def tree_attention_kernel(layout: str, dtype: str, head_dim: int, tile: Tile):
                             for c in T.unroll(d // LANES):
                                 for i in T.vectorized(LANES):
                                     values[(u * LANES + j) * d + c * LANES + i] = to_float32(
-                                        cache[
-                                            base + (block_size + offset + j) * d + c * LANES + i
-                                        ],
+                                        cache[base + (block_size + offset + j) * d + c * LANES + i],
                                         dtype,
                                     )
 
@@ -247,9 +247,7 @@ def tree_attention_kernel(layout: str, dtype: str, head_dim: int, tile: Tile):
             @T.inline
             def mask_scores(r0, first):
                 for r in range(m):
-                    tree_row: T.let[T.int32] = T.min(
-                        (first_row + r0 + r) // group, tree_rows - 1
-                    )
+                    tree_row: T.let[T.int32] = T.min((first_row + r0 + r) // group, tree_rows - 1)
                     mask: T.let[T.int64] = masks[tree, tree_row]
                     for u in range(units):
                         for i in T.vectorized(LANES):
@@ -267,9 +265,7 @@ def tree_attention_kernel(layout: str, dtype: str, head_dim: int, tile: Tile):
                         best[i] = scores[r * tile_tokens + i]
                     for u in T.unroll(units - 1):
                         for i in T.vectorized(LANES):
-                            best[i] = T.max(
-                                best[i], scores[r * tile_tokens + (u + 1) * LANES + i]
-                            )
+                            best[i] = T.max(best[i], scores[r * tile_tokens + (u + 1) * LANES + i])
                     before: T.let[T.float32] = row_max[r0 + r]
                     now: T.let[T.float32] = T.max(
                         before,
@@ -300,9 +296,7 @@ def tree_attention_kernel(layout: str, dtype: str, head_dim: int, tile: Tile):
                     for r in T.unroll(m):
                         for v in T.unroll(chunk // LANES):
                             for i in T.vectorized(LANES):
-                                o[r * chunk + v * LANES + i] = (
-                                    acc[(r0 + r) * d + c * chunk + v * LANES + i] * decay[r]
-                                )
+                                o[r * chunk + v * LANES + i] = T.float32(0)
                     for j in range(count):
                         for r in T.unroll(m):
                             for v in T.unroll(chunk // LANES):
@@ -325,9 +319,11 @@ def tree_attention_kernel(layout: str, dtype: str, head_dim: int, tile: Tile):
                     for r in T.unroll(m):
                         for v in T.unroll(chunk // LANES):
                             for i in T.vectorized(LANES):
-                                acc[(r0 + r) * d + c * chunk + v * LANES + i] = o[
-                                    r * chunk + v * LANES + i
-                                ]
+                                # Tile sums added up: less rounding than one long sum.
+                                acc[(r0 + r) * d + c * chunk + v * LANES + i] = (
+                                    acc[(r0 + r) * d + c * chunk + v * LANES + i] * decay[r]
+                                    + o[r * chunk + v * LANES + i]
+                                )
 
             for tile_index in range((last_key - first_key + tile_tokens - 1) // tile_tokens):
                 first: T.let[T.int32] = first_key + tile_index * tile_tokens
@@ -339,19 +335,19 @@ def tree_attention_kernel(layout: str, dtype: str, head_dim: int, tile: Tile):
                         softmax(b * m)
                         weigh(b * m, tile_tokens, False)
                 else:
-                    finite = T.alloc_buffer((LANES,), "float32", scope="local")
+                    largest = T.alloc_buffer((LANES,), "uint32", scope="local")
                     for i in T.vectorized(LANES):
-                        finite[i] = T.float32(0)
+                        largest[i] = T.uint32(0)
                     for e in range(count * (d // LANES)):
                         for i in T.vectorized(LANES):
-                            finite[i] = finite[i] + values[e * LANES + i] * T.float32(0)
+                            largest[i] = T.max(largest[i], magnitude(values[e * LANES + i]))
                     for i in range(LANES - 1):
-                        finite[0] = finite[0] + finite[i + 1]
+                        largest[0] = T.max(largest[0], largest[i + 1])
                     for b in range((num_rows + m - 1) // m):
                         score(b * m, count)
                         mask_scores(b * m, first)
                         softmax(b * m)
-                        if finite[0] == T.float32(0):
+                        if largest[0] < T.uint32(INFINITY_BITS):
                             weigh(b * m, count, False)
                         else:
                             weigh(b * m, count, True)

@@ -4,6 +4,17 @@ from tvm.script import tirx as T
 
 LANES = 16  # tokens or head dimensions per vector: one AVX-512 register of float32
 STORAGE_DTYPES = {"float32": "float32", "float16": "float16", "bfloat16": "uint16"}
+INFINITY_BITS = 0x7F800000  # float32 magnitudes from here on are infinity and NaN
+# Chebyshev interpolation of 2**f on [-1/2, 1/2], lowest power first.
+EXP2_COEFFICIENTS = (
+    1.0,
+    0.6931472067,
+    0.2402265092,
+    0.05550327227,
+    0.009618056678,
+    0.001340042818,
+    0.0001546144472,
+)
 LOWEST = -1.0e30  # running maximum before any key: finite, so LOWEST - LOWEST is not NaN
 
 
@@ -37,17 +48,21 @@ def high_bfloat16(word):
     return T.reinterpret("float32", T.bitwise_and(word, T.uint32(0xFFFF0000)))
 
 
-def exp2(x):
-    """2**x for x <= 0, relative error below 3e-7; exactly 0 below -126, where -inf also lands.
+def magnitude(value):
+    """Bits of |value|, ordered as the values are; immune to algebra that assumes finite numbers."""
+    return T.bitwise_and(T.reinterpret("uint32", value), T.uint32(0x7FFFFFFF))
 
-    The integer part goes into the exponent bits, the fraction in [-1/2, 1/2] through the
-    degree-6 Taylor polynomial of exp(f ln 2).
+
+def exp2(x):
+    """2**x for x <= 0, relative error about 1e-7; exactly 0 below -126, -inf included.
+
+    The integer part goes into the exponent bits, the fraction through a polynomial.
     """
-    clamped = T.max(x, T.float32(-126.0))
+    clamped = T.max(T.float32(-126.0), x)  # in this order NaN stays NaN
     whole = T.nearbyint(clamped)
     fraction = clamped - whole
-    poly = T.float32(1.5403530e-4)
-    for coefficient in (1.3333558e-3, 9.6181291e-3, 5.5504109e-2, 2.4022651e-1, 6.9314718e-1, 1.0):
+    poly = T.float32(EXP2_COEFFICIENTS[-1])
+    for coefficient in reversed(EXP2_COEFFICIENTS[:-1]):
         poly = poly * fraction + T.float32(coefficient)
     exponent = T.shift_left(T.cast(whole, "int32"), T.int32(23))
     power = T.reinterpret("float32", T.reinterpret("int32", poly) + exponent)
