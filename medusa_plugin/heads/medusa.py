@@ -1,0 +1,62 @@
+"""Plain Medusa heads: residual blocks on the hidden state, then a language-model head.
+
+Medusa (Cai et al., 2024): x <- x + SiLU(W x + b) per block, logits = lm_head x.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from medusa_plugin.heads.base import Candidates, DraftHeads
+from medusa_plugin.heads.checkpoint import HeadWeights
+
+
+class MedusaHeads(DraftHeads):
+    """All heads in one batched pass.
+
+    Args:
+        weights: of the residual blocks, and the heads' own language-model heads if they have any.
+        lm_head: `[vocab_size, hidden_size]` of the target, shared by heads without their own.
+        draft_vocab: int64 `[n]`, distinct ids of the tokens that may be proposed; None for all.
+    """
+
+    def __init__(
+        self, weights: HeadWeights, lm_head: torch.Tensor, draft_vocab: torch.Tensor | None
+    ) -> None:
+        output = lm_head if weights.lm_heads is None else weights.lm_heads
+        if draft_vocab is not None:
+            output = output.index_select(-2, draft_vocab)
+        self._output = output
+        self._draft_vocab = draft_vocab
+        # Stored as baddbmm takes them: input features before output features.
+        self._blocks = [weight.transpose(1, 2) for weight in weights.weights]
+        self._biases = [bias.unsqueeze(1) for bias in weights.biases]
+        self.num_heads = weights.num_heads
+        self.max_top_k = output.shape[-2]
+
+    def propose(self, hidden: torch.Tensor, token_ids: torch.Tensor, top_k: int) -> Candidates:
+        """See `DraftHeads.propose`; `token_ids` is not looked at by this kind."""
+        if not 1 <= top_k <= self.max_top_k:
+            raise ValueError(f"top_k is {top_k}, expected 1 to {self.max_top_k} draft tokens")
+        if hidden.dim() != 2 or hidden.shape[1] != self._output.shape[-1]:
+            raise ValueError(
+                f"hidden has shape {list(hidden.shape)}, expected [batch, {self._output.shape[-1]}]"
+            )
+        logits = self.logits(hidden)
+        best, columns = logits.topk(top_k, dim=-1)
+        log_probs = best - logits.logsumexp(dim=-1, keepdim=True)
+        chosen = columns if self._draft_vocab is None else self._draft_vocab[columns]
+        return Candidates(chosen.transpose(0, 1), log_probs.transpose(0, 1))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 `[num_heads, batch, max_top_k]` over the draft vocabulary."""
+        x = hidden.to(self._output.dtype).expand(self.num_heads, -1, -1)
+        for layer, weight in enumerate(self._blocks):
+            if self._biases:
+                x = x + F.silu(torch.baddbmm(self._biases[layer], x, weight))
+            else:
+                x = x + F.silu(torch.bmm(x, weight))
+        if self._output.dim() == 2:
+            return F.linear(x, self._output).float()
+        return torch.bmm(x, self._output.transpose(1, 2)).float()
