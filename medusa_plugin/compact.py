@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from medusa_plugin.accept import AcceptedPath
-from tvm_ops.compact_kv import KVCacheGroup, compact_kv
+from tvm_ops import KVCacheGroup, compact_kv
 
 IntArray = npt.NDArray[np.integer]
 

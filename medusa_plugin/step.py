@@ -15,7 +15,7 @@ from medusa_plugin.compact import IntArray, compact
 from medusa_plugin.heads.base import DraftHeads
 from medusa_plugin.tree.draft_tree import DraftTree
 from medusa_plugin.tree.token_tree import TokenTree
-from tvm_ops.compact_kv import KVCacheGroup
+from tvm_ops import KVCacheGroup
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from medusa_plugin.vllm_glue.support import UnsupportedFeatureError
-from tvm_ops.tree_attention import tree_attention
-from tvm_ops.tree_batch import TreeBatch
+from tvm_ops import TreeBatch, tree_attention
 
 
 @dataclass(frozen=True)
@@ -154,7 +153,7 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
     ) -> torch.Tensor:
         """Attention of all rows into `output`; see vLLM's method for the shapes."""
         if not isinstance(attn_metadata, TreeAttentionMetadata) or attn_metadata.trees is None:
-            return super().forward(
+            super().forward(
                 layer,
                 query,
                 key,
@@ -165,6 +164,7 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
                 output_scale,
                 output_block_scale,
             )
+            return output
         plain = attn_metadata.plain
         if plain is not None:
             plain_output = torch.empty_like(output[: len(plain.rows)])

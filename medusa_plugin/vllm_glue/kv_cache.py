@@ -10,9 +10,7 @@ import torch
 from vllm import _custom_ops as ops
 
 from medusa_plugin.vllm_glue.support import UnsupportedFeatureError
-from tvm_ops.compact_kv import KVCacheGroup
-from tvm_ops.load import warm_up
-from tvm_ops.probe import check_layout
+from tvm_ops import KVCacheGroup, check_layout, warm_up
 
 logger = logging.getLogger("vllm.medusa")
 

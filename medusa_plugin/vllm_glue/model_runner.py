@@ -2,8 +2,8 @@
 
 | vLLM field | our meaning |
 |---|---|
-| `scheduler_output.scheduled_spec_decode_tokens[id]` | granted nodes of the request's tree, a prefix of what we proposed (or -1 placeholders: no tree) |
-| last `n + 1` rows of a request in `query_start_loc` | root row and n node rows |
+| `scheduled_spec_decode_tokens[id]` | granted nodes: a prefix of our tree, or -1 (no tree) |
+| last `n + 1` rows of a request (`query_start_loc`) | root row and n node rows |
 | `positions` | linear until slots are computed, then root position + depth |
 | `logits`, `sample_hidden_states` | `n + 1` rows per request, root first |
 | `input_batch.block_table[0]` | physical blocks, for compaction |
@@ -37,8 +37,7 @@ from medusa_plugin.vllm_glue.attention import (
 from medusa_plugin.vllm_glue.kv_cache import group_caches
 from medusa_plugin.vllm_glue.sampling import TreeRowSampler
 from medusa_plugin.vllm_glue.support import UnsupportedFeatureError
-from tvm_ops.compact_kv import KVCacheGroup
-from tvm_ops.tree_batch import TreeBatch
+from tvm_ops import KVCacheGroup, TreeBatch
 
 logger = logging.getLogger("vllm.medusa")
 
@@ -207,12 +206,10 @@ class MedusaCPUModelRunner(CPUModelRunner):
     @property
     def medusa_drafter(self) -> Drafter:
         """What proposes the trees of this worker."""
-        drafter: Drafter = self.drafter.drafter  # type: ignore[union-attr]
+        drafter: Drafter = self.drafter.drafter
         return drafter
 
-    def _step_requests(
-        self, granted: GrantedTrees, discarded: frozenset[int]
-    ) -> list[StepRequest]:
+    def _step_requests(self, granted: GrantedTrees, discarded: frozenset[int]) -> list[StepRequest]:
         batch = self.input_batch
         requests = []
         first_row = 0

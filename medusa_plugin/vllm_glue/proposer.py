@@ -6,10 +6,12 @@ import logging
 import time
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
 from medusa_plugin.heads import TargetSpec, load_heads, peek_heads
 from medusa_plugin.step import HeadsDrafter
+from medusa_plugin.vllm_glue.support import UnsupportedFeatureError
 from medusa_plugin.vllm_glue.translate import configured_tree, medusa_config
 
 logger = logging.getLogger("vllm.medusa")
@@ -30,11 +32,11 @@ class MedusaProposer:
         """
         started = time.perf_counter()
         model_config = self._vllm_config.model_config
-        lm_head = target_model.lm_head.weight
+        lm_head = _output_embedding(target_model)
         target = TargetSpec(
             hidden_size=model_config.get_hidden_size(),
             vocab_size=model_config.get_vocab_size(),
-            lm_head=lm_head.data,
+            lm_head=lm_head,
             dtype=model_config.dtype,
             device=lm_head.device,
         )
@@ -51,3 +53,22 @@ class MedusaProposer:
             "MedusaProposer.propose was called by vLLM's own model runner: the worker class of "
             "medusa is not in use. Start the engine with method 'medusa', not 'custom_class'"
         )
+
+
+def _output_embedding(target_model: Any) -> torch.Tensor:
+    """The target's language-model head, `[padded vocab, hidden]`; tied models have the embedding's.
+
+    Raises:
+        UnsupportedFeatureError: there is none in plain floating point.
+    """
+    layer = getattr(target_model, "lm_head", None)
+    if layer is None:
+        layer = getattr(getattr(target_model, "model", None), "embed_tokens", None)
+    weight = getattr(layer, "weight", None)
+    if not isinstance(weight, torch.Tensor) or not weight.is_floating_point() or weight.dim() != 2:
+        raise UnsupportedFeatureError(
+            f"medusa does not support yet: the language-model head of {type(target_model).__name__} "
+            f"({type(layer).__name__}), which has no plain weight to share with the heads. Run "
+            "this model without speculation."
+        )
+    return weight.data

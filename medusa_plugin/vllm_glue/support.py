@@ -65,7 +65,8 @@ def _model(model_config: Any) -> Iterator[str]:
         yield "multi-head latent attention (MLA)"
     layer_types = set(getattr(text_config, "layer_types", None) or ())
     if model_config.get_sliding_window() or layer_types - {"full_attention"}:
-        yield f"sliding-window or chunked attention (layer types {sorted(layer_types) or 'sliding'})"
+        kinds = ", ".join(sorted(layer_types)) or "sliding_attention"
+        yield f"sliding-window or chunked attention (layers: {kinds})"
     if getattr(text_config, "attn_logit_softcapping", None):
         yield "attention logit soft-cap"
     if model_config.enable_prompt_embeds:

@@ -2,12 +2,12 @@
 
 | vLLM field | our meaning |
 |---|---|
-| `speculative_config["method"] == "medusa"` | tree-verified Medusa heads, instead of vLLM 0.32's chain |
+| `speculative_config["method"] == "medusa"` | trees, in place of vLLM 0.32's chain |
 | `speculative_config["model"]` | `MedusaConfig.heads` |
 | `speculative_config["num_speculative_tokens"]` | nodes of the tree without its root |
 | `additional_config["medusa"]` | the other fields of `MedusaConfig` |
-| `worker_cls` | our worker, which brings the model runner and the attention backend |
-| result: `method="custom_class"`, `model=PROPOSER` | the public hook that both 0.32 and 0.33 have |
+| `worker_cls` | our worker, which brings our model runner |
+| result: `method="custom_class"`, `model=PROPOSER` | the public hook of both 0.32 and 0.33 |
 """
 
 from __future__ import annotations
@@ -139,7 +139,8 @@ def configured_tree(config: MedusaConfig, heads: HeadsInfo) -> TokenTree:
 def _speculative_fields(engine_args: Any) -> dict[str, Any]:
     """Speculative options of `EngineArgs` from the dict and its --spec-* aliases."""
     fields = {
-        key.replace("-", "_"): value for key, value in (engine_args.speculative_config or {}).items()
+        key.replace("-", "_"): value
+        for key, value in (engine_args.speculative_config or {}).items()
     }
     for name, alias in (
         ("method", engine_args.spec_method),

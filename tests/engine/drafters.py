@@ -104,5 +104,5 @@ class PlantedDrafter:
         """Distinct tokens other than `right`; topped up from outside a small alphabet."""
         pool = [t for t in self.alphabet if t != right]
         if len(pool) < count:
-            pool += [t for t in range(self.vocab_size) if t not in self.alphabet][: count]
+            pool += [t for t in range(self.vocab_size) if t not in self.alphabet][:count]
         return self._random.sample(pool, count)

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tests.engine.drafters import PlantedDrafter
-
 from medusa_plugin.tree.token_tree import TokenTree
+from tests.engine.drafters import PlantedDrafter
 
 # Shapes whose failures differ: a wrong mask shows in wide trees, a wrong position in deep ones,
 # a wrong compaction where the accepted rows are not the first ones.
@@ -52,10 +51,7 @@ def answers(engine: Any, requests: Sequence[list[int]], params: Any) -> list[lis
         [{"prompt_token_ids": list(request)} for request in requests], params, use_tqdm=False
     )
     return [
-        [
-            Answer(tuple(c.token_ids), c.text, c.finish_reason, c.stop_reason)
-            for c in output.outputs
-        ]
+        [Answer(tuple(c.token_ids), c.text, c.finish_reason, c.stop_reason) for c in output.outputs]
         for output in outputs
     ]
 

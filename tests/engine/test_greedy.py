@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
+
 from tests.engine import harness
 from tests.engine.conftest import EOS_TOKEN_ID, VOCAB_SIZE
-from vllm import SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +92,7 @@ def test_eos_inside_an_accepted_path(plain: Any, medusa: Any, offset: int) -> No
 @pytest.mark.parametrize("include", [False, True])
 def test_stop_strings_inside_an_accepted_path(plain: Any, medusa: Any, include: bool) -> None:
     # Only printable single-byte tokens, so that every token is one character of text.
-    letters = [t for t in range(33, 120)]
+    letters = list(range(33, 120))
     requests = harness.prompts(4, lengths=[3, 17], vocab_size=VOCAB_SIZE, seed=6)
     free = SamplingParams(temperature=0, max_tokens=24, allowed_token_ids=letters)
     texts = [known[0].text for known in harness.answers(plain, requests, free)]

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 from scipy import stats
+from vllm import SamplingParams
+
 from tests.engine import harness
 from tests.engine.conftest import VOCAB_SIZE
-from vllm import SamplingParams
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine import harness
-from tests.engine.conftest import VOCAB_SIZE
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
+
+from tests.engine import harness
+from tests.engine.conftest import VOCAB_SIZE
 
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 
@@ -35,7 +36,9 @@ def test_prefill_chunks_beside_trees(
         speculative_config=speculative(random_heads),
     )
     requests = harness.prompts(10, lengths=[3, 50, 130, 200], vocab_size=VOCAB_SIZE, seed=1)
-    drafter = harness.plant(medusa, list(harness.TREES.values()), VOCAB_SIZE, harness.HIT_RATES[draft])
+    drafter = harness.plant(
+        medusa, list(harness.TREES.values()), VOCAB_SIZE, harness.HIT_RATES[draft]
+    )
     harness.teach(drafter, plain, requests, GREEDY)
     kinds = record_batches(medusa)
     assert harness.answers(medusa, requests, GREEDY) == harness.answers(plain, requests, GREEDY)
@@ -71,14 +74,14 @@ def test_prefix_cache_hits_of_every_length(
     make_engine: Any, plain: Any, random_heads: Path, draft: str
 ) -> None:
     """Whole-prompt hits get -1 placeholder drafts; partial ones resume inside the prompt."""
-    medusa = make_engine(
-        enable_prefix_caching=True, speculative_config=speculative(random_heads)
-    )
+    medusa = make_engine(enable_prefix_caching=True, speculative_config=speculative(random_heads))
     [base] = harness.prompts(1, lengths=[130], vocab_size=VOCAB_SIZE, seed=2)
     # The second block-aligned copy is a whole-prompt hit; others share 1, 2, 3 or 4 blocks.
     requests = [base[:129], base[:129], base[:96], base[:97], base[:65], base[:64], base[:33]]
     requests += [[*base[:length], 9, 8, 7] for length in (32, 64, 96, 120)]
-    drafter = harness.plant(medusa, [harness.BUSHY, harness.DEEP], VOCAB_SIZE, harness.HIT_RATES[draft])
+    drafter = harness.plant(
+        medusa, [harness.BUSHY, harness.DEEP], VOCAB_SIZE, harness.HIT_RATES[draft]
+    )
     for request in requests:
         expected = harness.answers(plain, [request], GREEDY)
         drafter.futures = {tuple(request): list(expected[0][0].token_ids)}
@@ -100,7 +103,9 @@ def test_preemption_with_a_tiny_cache(
     )
     requests = harness.prompts(8, lengths=[30, 50, 60], vocab_size=VOCAB_SIZE, seed=3)
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
-    drafter = harness.plant(medusa, [harness.BUSHY, harness.DEEP], VOCAB_SIZE, harness.HIT_RATES[draft])
+    drafter = harness.plant(
+        medusa, [harness.BUSHY, harness.DEEP], VOCAB_SIZE, harness.HIT_RATES[draft]
+    )
     harness.teach(drafter, plain, requests, params)
     scheduler = medusa.llm_engine.engine_core.engine_core.scheduler
     original, preempted = scheduler._preempt_request, []
@@ -152,9 +157,7 @@ def test_committed_kv_equals_that_of_a_fresh_prefill(
     """Compaction leaves exactly the rows that a prefill of prompt and output writes."""
     from tvm_ops.layouts import read_rows
 
-    medusa = make_engine(
-        enable_prefix_caching=False, speculative_config=speculative(random_heads)
-    )
+    medusa = make_engine(enable_prefix_caching=False, speculative_config=speculative(random_heads))
     [prompt] = harness.prompts(1, lengths=[45], vocab_size=VOCAB_SIZE, seed=5)
     params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
     drafter = harness.plant(medusa, [harness.TREES[shape]], VOCAB_SIZE, 0.0)

@@ -1,0 +1,47 @@
+# `make demo` and `make test` do all set-up; a second run reuses it.
+PYTHON ?= python3.11
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+SETUP_FILES := requirements/cpu.lock requirements/vllm-shim/pyproject.toml pyproject.toml
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format clean
+
+help: ## Show this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
+
+setup: $(READY) ## Make .venv with everything that is needed (once, about 2 minutes, 4 GB)
+
+# The stamp is written last: an interrupted set-up starts over from a fresh environment.
+$(READY): $(SETUP_FILES)
+	@command -v gcc >/dev/null || { echo "medusa: gcc is needed to link kernels (Debian: apt-get install gcc)"; exit 1; }
+	@command -v $(PYTHON) >/dev/null || { echo "medusa: $(PYTHON) was not found; Python 3.11 is needed: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { echo "medusa: the lock is for Python 3.11, $(PYTHON) is $$($(PYTHON) --version): make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 1; }
+	@echo "medusa: setting up $(VENV) (once, about 2 minutes, 4 GB)"
+	@rm -f $(READY)
+	$(PYTHON) -m venv --clear $(VENV)
+	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps -r requirements/cpu.lock || { echo "medusa: installing requirements/cpu.lock failed; if pip did not find torch ...+cpu, point PIP_EXTRA_INDEX_URL to PyTorch's index of CPU wheels"; exit 1; }
+	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps --no-build-isolation ./requirements/vllm-shim
+	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@$(BIN)/python -c 'import torch, vllm, tvm_ffi, medusa_plugin'
+	@touch $(READY)
+
+demo: $(READY) ## Ask the embedded model, plain and with Medusa trees, side by side
+	@mkdir -p build
+	$(BIN)/medusa demo --json build/demo.json
+
+lint: $(READY) ## Lint, format and type checks
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint ## Lint, types and all tests
+	$(BIN)/pytest
+
+format: $(READY) ## Format the sources
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean: ## Remove the environment and everything built
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache

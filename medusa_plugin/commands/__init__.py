@@ -1,0 +1,1 @@
+"""The `medusa` command: `main` collects the subcommands, one file each."""
