@@ -92,7 +92,7 @@ def _kernel(spec: KernelSpec) -> Any:
     if spec.op == "compact_kv":
         return compact_kv_kernel(spec.memory, spec.dtype)
     if host_target()["mcpu"] == _WIDE:
-        tile = Tile(rows=4, tokens=64, dims=_dims_per_block(spec.head_dim, limit=96))
+        tile = Tile(rows=8, tokens=32, dims=_dims_per_block(spec.head_dim, limit=32))
     else:
         tile = Tile(rows=4, tokens=16, dims=16)
     return tree_attention_kernel(spec.memory, spec.dtype, spec.head_dim, tile)

@@ -49,5 +49,6 @@ def compact_kv_reference(
 ) -> None:
     """Twin of compact_kv on distinct `caches`: one move after the other, in place."""
     for cache in caches:
-        for src, dst in zip(src_slots.split(1), dst_slots.split(1), strict=True):
-            write_rows(cache, layout, dst, *read_rows(cache, layout, src))
+        for i in range(len(src_slots)):
+            moved = read_rows(cache, layout, src_slots[i : i + 1])
+            write_rows(cache, layout, dst_slots[i : i + 1], *moved)

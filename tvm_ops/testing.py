@@ -122,10 +122,15 @@ def error_and_bound(case: AttentionCase, out: Tensor) -> tuple[float, float]:
     """
     mine = tree_rows(case.batch, len(out))
     exact, plain = torch.empty(out.shape, dtype=torch.float64), torch.empty_like(out)
-    arguments = {"scale": case.scale, "layout": case.layout}
     for result, dtype in ((exact, torch.float64), (plain, out.dtype)):
         tree_attention_reference(
-            case.query, case.kv_cache, result, case.batch, compute_dtype=dtype, **arguments
+            case.query,
+            case.kv_cache,
+            result,
+            case.batch,
+            scale=case.scale,
+            layout=case.layout,
+            compute_dtype=dtype,
         )
     exact, plain, out = exact[mine], plain[mine].double(), out[mine].double()
     step = torch.finfo(case.out.dtype).eps * float(exact.abs().max())

@@ -19,14 +19,17 @@ from tvm_ops.kernels.vector_math import (
     LANES,
     LOWEST,
     STORAGE_DTYPES,
+    add_weighted,
     exp2,
     from_float32,
     high_bfloat16,
     low_bfloat16,
     magnitude,
+    sees,
     to_float32,
 )
 
+# ruff: noqa: B023 (the inlined functions are expanded inside the loop whose variables they use)
 ITEM_ROWS = 64  # rows of an item: bounds its scratch
 KEY_TILE = 64  # keys unpacked at a time; items begin at multiples of it
 
@@ -40,11 +43,10 @@ class Tile:
     dims: int
 
 
-def sees(mask, node, num_rows):
-    """Whether a row sees a key: node is the key's tree row, negative in the committed context."""
-    bit = T.shift_right(mask, T.cast(T.bitwise_and(node, T.int32(63)), "int64"))
-    in_tree = T.And(node < num_rows, T.bitwise_and(bit, T.int64(1)) != T.int64(0))
-    return T.Or(node < 0, in_tree)
+def row_start(first_token, head, row, group, row_stride, head_stride):
+    """Offset of a row that counts tree row x head of the group, in query or out."""
+    token = T.cast(first_token + row // group, "int64")
+    return token * row_stride + T.cast(head * group + row % group, "int64") * head_stride
 
 
 def tree_attention_kernel(layout: str, dtype: str, head_dim: int, tile: Tile):
@@ -69,7 +71,7 @@ def tree_attention_kernel(layout: str, dtype: str, head_dim: int, tile: Tile):
         out_head_stride: T.int64,
         cache_address: T.int64,
         num_kv_heads: T.int64,
-        block_size: T.int64,
+        block_size: T.int32,
         group: T.int32,
         scale: T.float32,
         items_h: T.handle,
@@ -119,6 +121,7 @@ def tree_attention_kernel(layout: str, dtype: str, head_dim: int, tile: Tile):
 
         for item in T.parallel(num_items):
             tree: T.let[T.int32] = items[item, 0]
+            token: T.let[T.int32] = query_start[tree]
             head: T.let[T.int32] = items[item, 1]
             first_row: T.let[T.int32] = items[item, 2]
             num_rows: T.let[T.int32] = items[item, 3]
@@ -138,10 +141,13 @@ def tree_attention_kernel(layout: str, dtype: str, head_dim: int, tile: Tile):
             decay = T.alloc_buffer((m,), "float32")
 
             for r in range((num_rows + m - 1) // m * m):
-                row: T.let[T.int32] = first_row + r
-                start: T.let[T.int64] = (
-                    T.cast(query_start[tree] + row // group, "int64") * query_row_stride
-                    + T.cast(head * group + row % group, "int64") * query_head_stride
+                start: T.let[T.int64] = row_start(
+                    query_start[tree],
+                    head,
+                    first_row + r,
+                    group,
+                    query_row_stride,
+                    query_head_stride,
                 )
                 for c in range(d // LANES):
                     if r < num_rows:
@@ -163,12 +169,9 @@ def tree_attention_kernel(layout: str, dtype: str, head_dim: int, tile: Tile):
                 # Keys and values of one 16-token unit at a time: a unit never leaves its block.
                 for u in range((count + LANES - 1) // LANES):
                     position: T.let[T.int32] = first + u * LANES
-                    bs: T.let[T.int32] = T.cast(block_size, "int32")
-                    offset: T.let[T.int64] = T.cast(position % bs, "int64")
-                    page: T.let[T.int64] = T.cast(table[tree, position // bs], "int64")
-                    base: T.let[T.int64] = (
-                        (page * num_kv_heads + T.cast(head, "int64")) * block_size * (2 * d)
-                    )
+                    offset: T.let[T.int64] = T.cast(position % block_size, "int64")
+                    page: T.let[T.int64] = T.cast(table[tree, position // block_size], "int64")
+                    base: T.let[T.int64] = (page * num_kv_heads + head) * block_size * (2 * d)
                     if amx:
                         key_base: T.let[T.int64] = base // 2 + offset * (d // 2)
                         value_base: T.let[T.int64] = (
@@ -184,28 +187,15 @@ def tree_attention_kernel(layout: str, dtype: str, head_dim: int, tile: Tile):
                                     cache[key_base + pair * LANES + i]
                                 )
                         for c in range(d // LANES):
+                            words: T.let[T.int64] = value_base + c * (block_size * (LANES // 2))
                             for pair in T.unroll(LANES // 2):
                                 for i in T.vectorized(LANES):
                                     values[(u * LANES + 2 * pair) * d + c * LANES + i] = (
-                                        low_bfloat16(
-                                            cache[
-                                                value_base
-                                                + c * (block_size * (LANES // 2))
-                                                + pair * LANES
-                                                + i
-                                            ]
-                                        )
+                                        low_bfloat16(cache[words + pair * LANES + i])
                                     )
                                 for i in T.vectorized(LANES):
                                     values[(u * LANES + 2 * pair + 1) * d + c * LANES + i] = (
-                                        high_bfloat16(
-                                            cache[
-                                                value_base
-                                                + c * (block_size * (LANES // 2))
-                                                + pair * LANES
-                                                + i
-                                            ]
-                                        )
+                                        high_bfloat16(cache[words + pair * LANES + i])
                                     )
                     else:
                         for k in range(d):
@@ -301,21 +291,12 @@ def tree_attention_kernel(layout: str, dtype: str, head_dim: int, tile: Tile):
                         for r in T.unroll(m):
                             for v in T.unroll(chunk // LANES):
                                 for i in T.vectorized(LANES):
-                                    # A key without weight must not matter, not even as 0 * NaN.
-                                    if masked:
-                                        o[r * chunk + v * LANES + i] = T.Select(
-                                            scores[r * tile_tokens + j] == T.float32(0),
-                                            o[r * chunk + v * LANES + i],
-                                            o[r * chunk + v * LANES + i]
-                                            + scores[r * tile_tokens + j]
-                                            * values[j * d + c * chunk + v * LANES + i],
-                                        )
-                                    else:
-                                        o[r * chunk + v * LANES + i] = (
-                                            o[r * chunk + v * LANES + i]
-                                            + scores[r * tile_tokens + j]
-                                            * values[j * d + c * chunk + v * LANES + i]
-                                        )
+                                    o[r * chunk + v * LANES + i] = add_weighted(
+                                        o[r * chunk + v * LANES + i],
+                                        scores[r * tile_tokens + j],
+                                        values[j * d + c * chunk + v * LANES + i],
+                                        masked,
+                                    )
                     for r in T.unroll(m):
                         for v in T.unroll(chunk // LANES):
                             for i in T.vectorized(LANES):
@@ -353,10 +334,8 @@ def tree_attention_kernel(layout: str, dtype: str, head_dim: int, tile: Tile):
                             weigh(b * m, count, True)
 
             for r in range(num_rows):
-                row: T.let[T.int32] = first_row + r
-                start: T.let[T.int64] = (
-                    T.cast(query_start[tree] + row // group, "int64") * out_row_stride
-                    + T.cast(head * group + row % group, "int64") * out_head_stride
+                start: T.let[T.int64] = row_start(
+                    token, head, first_row + r, group, out_row_stride, out_head_stride
                 )
                 total = T.alloc_buffer((1,), "float32", scope="local")
                 total[0] = T.float32(0)
@@ -376,41 +355,40 @@ def tree_attention_kernel(layout: str, dtype: str, head_dim: int, tile: Tile):
                                 acc[r * d + c * LANES + i] * inverse, dtype
                             )
 
-        for index in T.parallel(num_merges):
-            tree: T.let[T.int32] = merges[index, 0]
-            head: T.let[T.int32] = merges[index, 1]
-            first_row: T.let[T.int32] = merges[index, 2]
-            num_rows: T.let[T.int32] = merges[index, 3]
-            first: T.let[T.int32] = merges[index, 4]
-            count: T.let[T.int32] = merges[index, 5]
-            for r in range(num_rows):
-                row: T.let[T.int32] = first_row + r
-                start: T.let[T.int64] = (
-                    T.cast(query_start[tree] + row // group, "int64") * out_row_stride
-                    + T.cast(head * group + row % group, "int64") * out_head_stride
-                )
-                best = T.alloc_buffer((1,), "float32", scope="local")
-                total = T.alloc_buffer((1,), "float32", scope="local")
-                best[0] = T.float32(LOWEST)
-                for p in range(count):
-                    best[0] = T.max(best[0], partial_stat[first + p, r, 0])
-                total[0] = T.float32(0)
-                for p in range(count):
-                    total[0] = total[0] + partial_stat[first + p, r, 1] * exp2(
-                        partial_stat[first + p, r, 0] - best[0]
+        if num_merges > 0:
+            for index in T.parallel(num_merges):
+                token: T.let[T.int32] = query_start[merges[index, 0]]
+                head: T.let[T.int32] = merges[index, 1]
+                first_row: T.let[T.int32] = merges[index, 2]
+                num_rows: T.let[T.int32] = merges[index, 3]
+                first: T.let[T.int32] = merges[index, 4]
+                count: T.let[T.int32] = merges[index, 5]
+                for r in range(num_rows):
+                    start: T.let[T.int64] = row_start(
+                        token, head, first_row + r, group, out_row_stride, out_head_stride
                     )
-                inverse: T.let[T.float32] = T.float32(1) / total[0]
-                for c in range(d // LANES):
-                    o = T.alloc_buffer((LANES,), "float32", scope="local")
-                    for i in T.vectorized(LANES):
-                        o[i] = T.float32(0)
+                    best = T.alloc_buffer((1,), "float32", scope="local")
+                    total = T.alloc_buffer((1,), "float32", scope="local")
+                    best[0] = T.float32(LOWEST)
                     for p in range(count):
-                        weight: T.let[T.float32] = (
-                            exp2(partial_stat[first + p, r, 0] - best[0]) * inverse
+                        best[0] = T.max(best[0], partial_stat[first + p, r, 0])
+                    total[0] = T.float32(0)
+                    for p in range(count):
+                        total[0] = total[0] + partial_stat[first + p, r, 1] * exp2(
+                            partial_stat[first + p, r, 0] - best[0]
                         )
+                    inverse: T.let[T.float32] = T.float32(1) / total[0]
+                    for c in range(d // LANES):
+                        o = T.alloc_buffer((LANES,), "float32", scope="local")
                         for i in T.vectorized(LANES):
-                            o[i] = o[i] + partial_sum[first + p, r, c * LANES + i] * weight
-                    for i in T.vectorized(LANES):
-                        out[start + c * LANES + i] = from_float32(o[i], dtype)
+                            o[i] = T.float32(0)
+                        for p in range(count):
+                            weight: T.let[T.float32] = (
+                                exp2(partial_stat[first + p, r, 0] - best[0]) * inverse
+                            )
+                            for i in T.vectorized(LANES):
+                                o[i] = o[i] + partial_sum[first + p, r, c * LANES + i] * weight
+                        for i in T.vectorized(LANES):
+                            out[start + c * LANES + i] = from_float32(o[i], dtype)
 
     return tree_attention

@@ -1,4 +1,4 @@
-"""Scalar expressions that vectorise: element conversion and exp2, free of libm calls."""
+"""Expressions that vectorise: element conversion, exp2 and masks, free of libm calls."""
 
 from tvm.script import tirx as T
 
@@ -67,3 +67,16 @@ def exp2(x):
     exponent = T.shift_left(T.cast(whole, "int32"), T.int32(23))
     power = T.reinterpret("float32", T.reinterpret("int32", poly) + exponent)
     return T.Select(x < T.float32(-126.0), T.float32(0.0), power)
+
+
+def sees(mask, node, num_rows):
+    """Whether a row sees a key: node is the key's tree row, negative in the committed context."""
+    bit = T.shift_right(mask, T.cast(T.bitwise_and(node, T.int32(63)), "int64"))
+    in_tree = T.And(node < num_rows, T.bitwise_and(bit, T.int64(1)) != T.int64(0))
+    return T.Or(node < 0, in_tree)
+
+
+def add_weighted(total, weight, value, masked):
+    """total + weight * value; if masked, a weight of 0 wins over an infinite or NaN value."""
+    added = total + weight * value
+    return T.Select(weight == T.float32(0), total, added) if masked else added
