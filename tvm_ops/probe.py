@@ -42,6 +42,6 @@ def check_layout(
     if wrong:
         raise RuntimeError(
             f"the host does not write {' and '.join(wrong)} in layout {layout!r} (memory "
-            f"{kind.memory!r}, {dtype}, head_dim {head_dim}, block size {block_size}): this version "
-            "of the host is not supported"
+            f"{kind.memory!r}, {dtype}, head_dim {head_dim}, block size {block_size}): its "
+            "version is not supported"
         )
