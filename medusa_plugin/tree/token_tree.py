@@ -39,7 +39,9 @@ class TokenTree:
         if len(self.parents) != len(self.ranks):
             raise TreeError(f"{len(self.parents)} parents but {len(self.ranks)} ranks")
         if not 1 <= len(self.parents) <= MAX_ROWS:
-            raise TreeError(f"a tree has 1 to {MAX_ROWS} rows with its root, got {len(self.parents)}")
+            raise TreeError(
+                f"a tree has 1 to {MAX_ROWS} rows with its root, got {len(self.parents)}"
+            )
         if self.parents[0] != -1 or self.ranks[0] != -1:
             raise TreeError("row 0 must be the root, with parent -1 and rank -1")
         seen = set()
@@ -76,13 +78,13 @@ class TokenTree:
         if () in waiting:
             raise TreeError("path [] is the root, which every tree has: leave it out")
         while waiting:
-            ready = [path for path in waiting if path[:-1] in rows]
-            if not ready:
+            # One at a time: in waves, a child listed early would fall behind later siblings.
+            ready = next((path for path in waiting if path[:-1] in rows), None)
+            if ready is None:
                 orphan = next(iter(waiting))
                 raise TreeError(f"path {list(orphan)} has no parent {list(orphan[:-1])}")
-            for path in ready:
-                rows[path] = len(rows)
-                del waiting[path]
+            rows[ready] = len(rows)
+            del waiting[ready]
         nodes = [path for path in rows if path]
         return cls((-1, *(rows[path[:-1]] for path in nodes)), (-1, *(path[-1] for path in nodes)))
 
