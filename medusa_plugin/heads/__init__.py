@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from medusa_plugin.heads.base import Candidates, DraftHeads, HeadsError, TargetSpec
 from medusa_plugin.heads.checkpoint import (
     DRAFT_VOCAB_FILE,
@@ -55,17 +57,21 @@ def load_heads(
             f"the target's lm_head has shape {list(target.lm_head.shape)}, expected at least "
             f"{target.vocab_size} rows of {target.hidden_size}"
         )
-    draft_vocab = None
-    if draft_vocab_size == "auto":
-        draft_vocab_size = min(AUTO_DRAFT_VOCAB_SIZE, info.draft_vocab_ranked) or "full"
-    if draft_vocab_size != "full":
-        ranked = read_draft_vocab(path, target.vocab_size)
-        if not 1 <= draft_vocab_size <= len(ranked):
-            raise HeadsError(
-                f"draft_vocab_size is {draft_vocab_size}, but "
-                f"{Path(path) / DRAFT_VOCAB_FILE} ranks {len(ranked)} token ids: "
-                "choose from 1 to that, or 'full'"
-            )
-        draft_vocab = ranked[:draft_vocab_size].to(target.device)
+    size = None
+    if isinstance(draft_vocab_size, int):
+        size = draft_vocab_size
+    elif draft_vocab_size == "auto" and info.draft_vocab_ranked:
+        size = min(AUTO_DRAFT_VOCAB_SIZE, info.draft_vocab_ranked)
+    draft_vocab = None if size is None else _most_frequent(path, target, size)
     lm_head = target.lm_head[: target.vocab_size].to(target.dtype)
     return MedusaHeads(read_weights(info, target), lm_head, draft_vocab)
+
+
+def _most_frequent(path: str | Path, target: TargetSpec, size: int) -> torch.Tensor:
+    ranked = read_draft_vocab(path, target.vocab_size)
+    if not 1 <= size <= len(ranked):
+        raise HeadsError(
+            f"draft_vocab_size is {size}, but {Path(path) / DRAFT_VOCAB_FILE} ranks {len(ranked)} "
+            "token ids: choose from 1 to that, or 'full'"
+        )
+    return ranked[:size].to(target.device)

@@ -173,7 +173,7 @@ def read_draft_vocab(path: str | Path, vocab_size: int) -> torch.Tensor:
     outside = token_ids[(token_ids < 0) | (token_ids >= vocab_size)]
     if outside.numel():
         raise HeadsError(f"{file}: token id {int(outside[0])} is not in 0..{vocab_size - 1}")
-    if token_ids.unique().numel() != token_ids.numel():
+    if len(set(token_ids.tolist())) != len(token_ids):
         raise HeadsError(f"{file}: token ids are repeated")
     return token_ids
 
@@ -285,21 +285,23 @@ def _infer(
     for name in expected():
         if name not in shapes:
             raise HeadsError(f"{file}: tensor {name} is missing from {structure}")
-    unexpected = [name for name in shapes if name not in set(expected())]
-    if unexpected:
-        raise HeadsError(f"{file}: tensor {unexpected[0]} does not belong to {structure}")
+    known = set(expected())
+    unexpected = next((name for name in shapes if name not in known), None)
+    if unexpected is not None:
+        raise HeadsError(f"{file}: tensor {unexpected} does not belong to {structure}")
     if accuracies is not None and len(accuracies) != num_heads:
         raise HeadsError(
             f"{file.parent / CALIBRATION_FILE} is for {len(accuracies)} heads, but {file.name} "
             f"has {num_heads}: calibrate again"
         )
-    first = shapes[next(expected())]
+    # A scalar has no width; `_check_shapes` refuses it.
+    hidden_size = (shapes[next(expected())] or (0,))[-1]
     return HeadsInfo(
         path=file,
         num_heads=num_heads,
         num_layers=num_layers,
-        hidden_size=first[-1] if first else 0,
-        vocab_size=shapes[own_lm_heads[0]][0] if own_lm_heads else None,
+        hidden_size=hidden_size,
+        vocab_size=(shapes[own_lm_heads[0]] or (0,))[0] if own_lm_heads else None,
         has_bias=has_bias,
         accuracies=accuracies,
         draft_vocab_ranked=ranked,

@@ -104,14 +104,14 @@ def tree_from_choices(
         if not all(0 <= rank < top_k_limit for rank in path):
             raise TreeError(f"path {list(path)} has a rank outside 0..{top_k_limit - 1}")
 
-    def order(path: Path) -> tuple[float, int, Path]:
+    def order(path: Sequence[int]) -> tuple[float, int, Path]:
         value = path_value(path, accuracies) if accuracies is not None else 0.0
-        return -value, len(path), path
+        return -value, len(path), tuple(path)
 
     return TokenTree.from_choices(sorted(choices, key=order))
 
 
-def path_value(path: Path, accuracies: Accuracies) -> float:
+def path_value(path: Sequence[int], accuracies: Accuracies) -> float:
     """Probability that every token of `path` is right if heads err independently.
 
     Ranks and heads beyond the table count as never right.
