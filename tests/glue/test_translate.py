@@ -1,0 +1,207 @@
+"""From engine arguments and flags to vLLM's own terms; what cannot work is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from medusa_plugin.config import MedusaConfigError
+from medusa_plugin.embedded import embedded_heads_path, ensure_embedded_model
+from medusa_plugin.vllm_glue import translate
+from medusa_plugin.vllm_glue.support import UnsupportedFeatureError
+
+HEADS = str(embedded_heads_path())
+
+
+def engine_args(**options: Any) -> EngineArgs:
+    return EngineArgs(model=str(ensure_embedded_model(progress=False)), **options)
+
+
+def speculative(**options: Any) -> dict[str, Any]:
+    return {"method": "medusa", "model": HEADS, **options}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"speculative_config": speculative(num_speculative_tokens=7)},
+        {"spec_method": "medusa", "spec_model": HEADS, "spec_tokens": 7},
+        {
+            "speculative_config": {"method": "medusa", "num-speculative-tokens": 7},
+            "additional_config": {"medusa": {"heads": HEADS}},
+        },
+    ],
+)
+def test_every_spelling_is_translated(options: dict[str, Any]) -> None:
+    args = engine_args(**options)
+    translate.translate_engine_args(args)
+    assert args.speculative_config == {
+        "method": "custom_class",
+        "model": translate.PROPOSER,
+        "num_speculative_tokens": 7,
+    }
+    assert args.worker_cls == translate.CPU_WORKER
+    assert args.additional_config["medusa"]["heads"] == HEADS
+    json.dumps(args.additional_config)  # vLLM hashes it
+    once = dict(args.speculative_config)
+    translate.translate_engine_args(args)  # the same object may come again
+    assert args.speculative_config == once
+
+
+@pytest.mark.parametrize("config", [None, {"method": "ngram", "num_speculative_tokens": 3}])
+def test_other_methods_are_left_alone(config: dict[str, Any] | None) -> None:
+    args = engine_args(speculative_config=config, additional_config={"other": 1})
+    translate.translate_engine_args(args)
+    assert args.speculative_config == config
+    assert args.additional_config == {"other": 1}
+    assert args.worker_cls == "auto"
+
+
+def test_the_tree_gives_the_number_of_tokens() -> None:
+    args = engine_args(
+        speculative_config=speculative(),
+        additional_config={"medusa": {"tree": [[0], [1], [0, 0]]}},
+    )
+    translate.translate_engine_args(args)
+    assert args.speculative_config["num_speculative_tokens"] == 3
+
+
+def test_default_size_and_heads_of_the_embedded_model() -> None:
+    args = engine_args(speculative_config={"method": "medusa"})
+    translate.translate_engine_args(args)
+    assert args.speculative_config["num_speculative_tokens"] == 15
+    assert args.additional_config["medusa"]["heads"] == HEADS
+
+
+def test_heads_beside_the_model(tmp_path: Path) -> None:
+    (tmp_path / "medusa").mkdir()
+    (tmp_path / "medusa" / "medusa_lm_head.safetensors").write_bytes(b"")
+    assert translate.find_heads(str(tmp_path)) == tmp_path / "medusa"
+
+
+@pytest.mark.parametrize(
+    ("config", "additional", "message"),
+    [
+        (speculative(num_speculative_tokens=2), {"tree": [[0], [1], [2]]}, "is 2, but.*3 nodes"),
+        (speculative(treee=1), {}, "unknown option 'treee'"),
+        (speculative(), {"heads": "elsewhere"}, "'heads' is .*give it once"),
+        (speculative(), "text", "must be a dict"),
+        (speculative(), {"tree": [[0], [1, 0]]}, r"\[1, 0\]"),
+        (speculative(), {"tree": [[0], [0, 0], [0] * 3, [0] * 4, [0] * 5]}, "5 deep.*4 heads"),
+        ({"method": "medusa", "model": "/nowhere"}, {}, "/nowhere"),
+    ],
+)
+def test_contradictions_and_mistakes_are_named(
+    config: dict[str, Any], additional: Any, message: str
+) -> None:
+    args = engine_args(speculative_config=config, additional_config={"medusa": additional})
+    with pytest.raises(ValueError, match=message):
+        translate.translate_engine_args(args)
+
+
+def test_no_heads_anywhere(tmp_path: Path) -> None:
+    with pytest.raises(MedusaConfigError, match="--medusa-heads"):
+        translate.find_heads(str(tmp_path))
+
+
+def test_another_worker_class_is_refused() -> None:
+    args = engine_args(speculative_config=speculative(), worker_cls="some.Worker")
+    with pytest.raises(MedusaConfigError, match=r"some\.Worker"):
+        translate.translate_engine_args(args)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size=3"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype=fp8"),
+        ({"enable_prompt_embeds": True}, "prompt embeddings"),
+        ({"enable_lora": True}, "LoRA"),
+        ({"hf_overrides": {"sliding_window": 128, "use_sliding_window": True}}, "sliding"),
+    ],
+)
+def test_unsupported_features_are_refused_by_name(options: dict[str, Any], name: str) -> None:
+    args = engine_args(speculative_config=speculative(), max_model_len=512, **options)
+    with pytest.raises(UnsupportedFeatureError, match=name):
+        args.create_engine_config()
+
+
+def test_too_small_a_token_budget_is_refused() -> None:
+    args = engine_args(
+        speculative_config=speculative(num_speculative_tokens=40),
+        max_model_len=64,
+        max_num_batched_tokens=32,
+        max_num_seqs=1,
+    )
+    with pytest.raises(ValueError, match="max_num_batched_tokens"):
+        args.create_engine_config()
+
+
+def test_heads_of_another_model_are_refused_before_weights(tmp_path: Path) -> None:
+    model = ensure_embedded_model(progress=False)
+    config = json.loads((model / "config.json").read_text())
+    config |= {"hidden_size": 512, "head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 8}
+    for file in model.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    args = EngineArgs(model=str(tmp_path), speculative_config=speculative(), max_model_len=512)
+    with pytest.raises(ValueError, match=r"576.*512|512.*576"):
+        args.create_engine_config()
+
+
+def parse(*flags: str) -> EngineArgs:
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    return EngineArgs.from_cli_args(parser.parse_args(["--model", "m", *flags]))
+
+
+def test_flags() -> None:
+    args = parse(
+        "--speculative-model", "medusa", "--medusa-heads", HEADS, "--num-speculative-tokens", "9",
+        "--medusa-draft-vocab-size", "4096", "--medusa-tree", "[[0]]",
+    )  # fmt: skip
+    assert args.speculative_config == {
+        "method": "medusa",
+        "model": HEADS,
+        "num_speculative_tokens": 9,
+    }
+    assert args.additional_config == {"medusa": {"tree": "[[0]]", "draft_vocab_size": 4096}}
+
+
+def test_no_flags_change_nothing() -> None:
+    args = parse()
+    assert args.speculative_config is None
+    assert args.additional_config == {}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--medusa-heads", "d"], "--medusa-heads needs --speculative-model medusa"),
+        (["--num-speculative-tokens", "3"], "--num-speculative-tokens needs"),
+        (
+            ["--speculative-model", "medusa", "--spec-tokens", "4"],
+            "--speculative-model and --spec-tokens are mutually exclusive",
+        ),
+        (
+            ["--speculative-model", "medusa", "--speculative-config", '{"method": "ngram"}'],
+            "--speculative-config are mutually exclusive",
+        ),
+    ],
+)
+def test_flags_without_effect_are_refused(flags: list[str], message: str) -> None:
+    with pytest.raises(MedusaConfigError, match=message):
+        parse(*flags)
+
+
+@pytest.mark.parametrize("flag", ["--speculative-model", "--medusa-draft-vocab-size"])
+def test_bad_values_of_flags(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(flag, "bogus")
+    assert "bogus" in capsys.readouterr().err

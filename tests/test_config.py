@@ -1,0 +1,46 @@
+"""MedusaConfig: unknown and malformed options fail by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from medusa_plugin.config import MedusaConfig, MedusaConfigError
+
+
+def test_defaults() -> None:
+    config = MedusaConfig.from_options({"heads": "dir"})
+    assert config.num_speculative_tokens is None
+    assert config.draft_vocab_size == "auto"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"heads": "d", "treee": 1}, "unknown option 'treee'; the options are: heads"),
+        ({}, "option 'heads': Field required"),
+        ({"heads": ""}, "option 'heads'"),
+        ({"heads": "d", "num_speculative_tokens": 0}, "'num_speculative_tokens'.*got 0"),
+        ({"heads": "d", "num_speculative_tokens": 64}, "'num_speculative_tokens'.*got 64"),
+        ({"heads": "d", "num_speculative_tokens": "8"}, "'num_speculative_tokens'.*got '8'"),
+        ({"heads": "d", "draft_vocab_size": "some"}, "'draft_vocab_size'"),
+        ({"heads": "d", "tree": 7}, "option 'tree'"),
+        ({"heads": "d", "tree": [["a"]]}, "option 'tree'"),
+    ],
+)
+def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(MedusaConfigError, match=message):
+        MedusaConfig.from_options(options)
+
+
+def test_frozen() -> None:
+    config = MedusaConfig.from_options({"heads": "dir"})
+    with pytest.raises(ValidationError):
+        config.heads = "other"  # type: ignore[misc]
+
+
+def test_round_trip_through_json_values() -> None:
+    config = MedusaConfig.from_options({"heads": "d", "tree": [[0], [0, 1]]})
+    assert MedusaConfig.from_options(config.model_dump()) == config
