@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import pickle
 import re
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -220,10 +219,10 @@ def _read_pickle(file: Path) -> dict[str, torch.Tensor]:
         loaded = torch.load(
             file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file)
         )
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+    except Exception as error:  # a damaged pickle fails in whatever way its bytes lead to
         raise HeadsError(
             f"{file} cannot be read as plain tensors; it is corrupt or carries code, which is "
-            f"never run: {error}"
+            f"never run: {type(error).__name__}: {error}"
         ) from error
     if not isinstance(loaded, dict) or not all(
         isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in loaded.items()

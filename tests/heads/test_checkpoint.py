@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import re
 from pathlib import Path
 
@@ -239,6 +240,28 @@ def test_a_truncated_file_is_named(write_heads: HeadsWriter, pickled: bool) -> N
     file = path / ("medusa_lm_head.pt" if pickled else "medusa_lm_head.safetensors")
     file.write_bytes(file.read_bytes()[:-500])
     refused(path, str(file))
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+def test_flipped_bytes_in_a_pickle_never_escape_as_another_error(
+    tmp_path: Path, legacy: bool
+) -> None:
+    # Before the catch-all, KeyError, AssertionError, TypeError and IndexError came out of it.
+    file = tmp_path / "medusa_lm_head.pt"
+    torch.save(make_tensors(), file, _use_new_zipfile_serialization=not legacy)
+    original, rng, refusals = file.read_bytes(), random.Random(0), 0
+    for _ in range(60):
+        damaged = bytearray(original)
+        for _ in range(3):
+            damaged[rng.randrange(2500)] = rng.randrange(256)
+        file.write_bytes(damaged)
+        try:
+            load_heads(tmp_path, make_target(), draft_vocab_size="auto")
+        except HeadsError as error:
+            refusals += 1
+            assert str(file) in str(error)
+    assert refusals > 20
 
 
 def test_a_pickle_of_something_else_is_refused(tmp_path: Path) -> None:
