@@ -355,40 +355,41 @@ def tree_attention_kernel(layout: str, dtype: str, head_dim: int, tile: Tile):
                                 acc[r * d + c * LANES + i] * inverse, dtype
                             )
 
-        if num_merges > 0:
-            for index in T.parallel(num_merges):
-                token: T.let[T.int32] = query_start[merges[index, 0]]
-                head: T.let[T.int32] = merges[index, 1]
-                first_row: T.let[T.int32] = merges[index, 2]
-                num_rows: T.let[T.int32] = merges[index, 3]
-                first: T.let[T.int32] = merges[index, 4]
-                count: T.let[T.int32] = merges[index, 5]
-                for r in range(num_rows):
-                    start: T.let[T.int64] = row_start(
-                        token, head, first_row + r, group, out_row_stride, out_head_stride
+        # On the calling thread: the work is small, and a second parallel loop would wait for all
+        # threads once more, which on a busy machine costs a time slice.
+        for index in range(num_merges):
+            token: T.let[T.int32] = query_start[merges[index, 0]]
+            head: T.let[T.int32] = merges[index, 1]
+            first_row: T.let[T.int32] = merges[index, 2]
+            num_rows: T.let[T.int32] = merges[index, 3]
+            first: T.let[T.int32] = merges[index, 4]
+            count: T.let[T.int32] = merges[index, 5]
+            for r in range(num_rows):
+                start: T.let[T.int64] = row_start(
+                    token, head, first_row + r, group, out_row_stride, out_head_stride
+                )
+                best = T.alloc_buffer((1,), "float32", scope="local")
+                total = T.alloc_buffer((1,), "float32", scope="local")
+                best[0] = T.float32(LOWEST)
+                for p in range(count):
+                    best[0] = T.max(best[0], partial_stat[first + p, r, 0])
+                total[0] = T.float32(0)
+                for p in range(count):
+                    total[0] = total[0] + partial_stat[first + p, r, 1] * exp2(
+                        partial_stat[first + p, r, 0] - best[0]
                     )
-                    best = T.alloc_buffer((1,), "float32", scope="local")
-                    total = T.alloc_buffer((1,), "float32", scope="local")
-                    best[0] = T.float32(LOWEST)
+                inverse: T.let[T.float32] = T.float32(1) / total[0]
+                for c in range(d // LANES):
+                    o = T.alloc_buffer((LANES,), "float32", scope="local")
+                    for i in T.vectorized(LANES):
+                        o[i] = T.float32(0)
                     for p in range(count):
-                        best[0] = T.max(best[0], partial_stat[first + p, r, 0])
-                    total[0] = T.float32(0)
-                    for p in range(count):
-                        total[0] = total[0] + partial_stat[first + p, r, 1] * exp2(
-                            partial_stat[first + p, r, 0] - best[0]
+                        weight: T.let[T.float32] = (
+                            exp2(partial_stat[first + p, r, 0] - best[0]) * inverse
                         )
-                    inverse: T.let[T.float32] = T.float32(1) / total[0]
-                    for c in range(d // LANES):
-                        o = T.alloc_buffer((LANES,), "float32", scope="local")
                         for i in T.vectorized(LANES):
-                            o[i] = T.float32(0)
-                        for p in range(count):
-                            weight: T.let[T.float32] = (
-                                exp2(partial_stat[first + p, r, 0] - best[0]) * inverse
-                            )
-                            for i in T.vectorized(LANES):
-                                o[i] = o[i] + partial_sum[first + p, r, c * LANES + i] * weight
-                        for i in T.vectorized(LANES):
-                            out[start + c * LANES + i] = from_float32(o[i], dtype)
+                            o[i] = o[i] + partial_sum[first + p, r, c * LANES + i] * weight
+                    for i in T.vectorized(LANES):
+                        out[start + c * LANES + i] = from_float32(o[i], dtype)
 
     return tree_attention
