@@ -67,8 +67,8 @@ def _output_embedding(target_model: Any) -> torch.Tensor:
     weight = getattr(layer, "weight", None)
     if not isinstance(weight, torch.Tensor) or not weight.is_floating_point() or weight.dim() != 2:
         raise UnsupportedFeatureError(
-            f"medusa does not support yet: the language-model head of {type(target_model).__name__} "
-            f"({type(layer).__name__}), which has no plain weight to share with the heads. Run "
-            "this model without speculation."
+            "medusa does not support yet: the language-model head of "
+            f"{type(target_model).__name__} ({type(layer).__name__}), which has no plain weight to "
+            "share with the heads. Run this model without speculation."
         )
     return weight.data
