@@ -88,18 +88,14 @@ def test_interrupted_write_leaves_nothing_that_looks_complete(
     assert not list(target.parent.glob(f".{target.name}.*")), "left-overs stay"
 
 
-def test_changed_source_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changed_source_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEDUSA_CACHE", str(tmp_path))
     monkeypatch.setattr(embedded, "GGUF_SHA256", "0" * 64)
     with pytest.raises(embedded.EmbeddedModelError, match=f"expected {'0' * 64}.*pip install"):
         embedded.ensure_embedded_model(progress=False)
 
 
-def test_missing_package_names_the_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_package_names_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEDUSA_CACHE", str(tmp_path))
     monkeypatch.setattr(embedded, "PACKAGE", "llm-not-there")
     with pytest.raises(embedded.EmbeddedModelError, match="pip install"):

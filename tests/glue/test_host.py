@@ -92,16 +92,15 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.v1.sample import logits_processor
 from vllm.v1.worker import gpu_model_runner
-before = [EngineArgs.create_engine_config, EngineArgs.add_cli_args, EngineArgs.from_cli_args.__func__,
-          SamplingParams._validate_spec_decode, logits_processor.build_logitsprocs,
-          gpu_model_runner.build_logitsprocs]
+def hooks():
+    return [EngineArgs.create_engine_config, EngineArgs.add_cli_args,
+            EngineArgs.from_cli_args.__func__, SamplingParams._validate_spec_decode,
+            logits_processor.build_logitsprocs, gpu_model_runner.build_logitsprocs]
+before = hooks()
 import medusa_plugin
 from medusa_plugin.vllm_glue import host
 ACTION
-after = [EngineArgs.create_engine_config, EngineArgs.add_cli_args, EngineArgs.from_cli_args.__func__,
-         SamplingParams._validate_spec_decode, logits_processor.build_logitsprocs,
-         gpu_model_runner.build_logitsprocs]
-print("RESULT", sum(a is not b for a, b in zip(before, after)))
+print("RESULT", sum(a is not b for a, b in zip(before, hooks())))
 """
 
 

@@ -146,7 +146,12 @@ def test_too_small_a_token_budget_is_refused() -> None:
 def test_heads_of_another_model_are_refused_before_weights(tmp_path: Path) -> None:
     model = ensure_embedded_model(progress=False)
     config = json.loads((model / "config.json").read_text())
-    config |= {"hidden_size": 512, "head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 8}
+    config |= {
+        "hidden_size": 512,
+        "head_dim": 64,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+    }
     for file in model.iterdir():
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / "config.json").unlink()

@@ -1,0 +1,90 @@
+"""The embedded model with the shipped heads: real acceptance, and plain vLLM's own tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from vllm import LLM, SamplingParams
+
+from medusa_plugin.commands.demo import QUESTIONS
+from medusa_plugin.embedded import ensure_embedded_model
+
+CHATS = [[{"role": "user", "content": question}] for (question,) in QUESTIONS]
+# The largest difference between two bf16 logits that rounding alone explains here: logits are
+# about 20, where neighbouring bf16 numbers are 0.125 apart, and the two runs' sums differ by
+# some of those steps.
+BF16_LOGIT_GAP = 0.5
+
+
+def engines(dtype: str) -> Iterator[tuple[Any, Any]]:
+    """Plain and Medusa engines with equal settings."""
+    made = []
+    for options in ({}, {"speculative_config": {"method": "medusa"}}):
+        made.append(
+            LLM(
+                model=str(ensure_embedded_model(progress=False)),
+                dtype=dtype,
+                enforce_eager=True,
+                max_model_len=512,
+                max_num_seqs=4,
+                disable_log_stats=False,
+                **options,
+            )
+        )
+    yield made[0], made[1]
+    for engine in made:
+        engine.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture(scope="module")
+def float32() -> Iterator[tuple[Any, Any]]:
+    yield from engines("float32")
+
+
+@pytest.fixture(scope="module")
+def bfloat16() -> Iterator[tuple[Any, Any]]:
+    yield from engines("bfloat16")
+
+
+def counter(engine: Any, name: str) -> int:
+    return sum(m.value for m in engine.get_metrics() if m.name == f"vllm:spec_decode_{name}")
+
+
+def test_float32_output_is_token_identical(float32: tuple[Any, Any]) -> None:
+    plain, medusa = float32
+    params = SamplingParams(temperature=0, max_tokens=48)
+    expected = [o.outputs[0] for o in plain.chat(CHATS, params, use_tqdm=False)]
+    found = [o.outputs[0] for o in medusa.chat(CHATS, params, use_tqdm=False)]
+    assert [o.token_ids for o in found] == [o.token_ids for o in expected]
+    assert [o.text for o in found] == [o.text for o in expected]
+    drafts = counter(medusa, "num_drafts")
+    assert drafts > 0
+    assert 1 + counter(medusa, "num_accepted_tokens") / drafts > 1.25, "the heads hardly help"
+
+
+def test_float32_seeded_samples_are_token_identical(float32: tuple[Any, Any]) -> None:
+    plain, medusa = float32
+    params = SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=40)
+    expected = [o.outputs[0].token_ids for o in plain.chat(CHATS[:2], params, use_tqdm=False)]
+    found = [o.outputs[0].token_ids for o in medusa.chat(CHATS[:2], params, use_tqdm=False)]
+    assert found == expected
+
+
+def test_bfloat16_parts_only_where_rounding_decides(bfloat16: tuple[Any, Any]) -> None:
+    """At the first difference, plain decoding itself ranks both tokens within rounding."""
+    plain, medusa = bfloat16
+    params = SamplingParams(temperature=0, max_tokens=48, logprobs=5)
+    expected = [o.outputs[0] for o in plain.chat(CHATS, params, use_tqdm=False)]
+    found = [o.outputs[0] for o in medusa.chat(CHATS, params, use_tqdm=False)]
+    for ours, theirs in zip(found, expected, strict=True):
+        pairs = zip(ours.token_ids, theirs.token_ids, strict=False)
+        parting = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        if parting is None:
+            assert ours.token_ids == theirs.token_ids
+            continue
+        ranked = theirs.logprobs[parting]
+        assert ours.token_ids[parting] in ranked
+        gap = ranked[theirs.token_ids[parting]].logprob - ranked[ours.token_ids[parting]].logprob
+        assert gap <= BF16_LOGIT_GAP
