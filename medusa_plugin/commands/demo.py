@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
@@ -54,6 +54,17 @@ class Mode(StrEnum):
 
 
 @dataclass(frozen=True)
+class Options:
+    """What was asked for on the command line, apart from the prompts."""
+
+    max_tokens: int
+    repetitions: int
+    mode: Mode
+    dtype: str
+    num_speculative_tokens: int | None
+
+
+@dataclass(frozen=True)
 class Turn:
     """One turn answered by both engines."""
 
@@ -84,8 +95,11 @@ def demo(
     ),
     dtype: Annotated[str, typer.Option(help="Element type of the timed part.")] = "bfloat16",
     num_speculative_tokens: Annotated[
-        int, typer.Option(min=1, max=63, help="Nodes of the tree without its root.")
-    ] = 15,
+        int | None,
+        typer.Option(
+            min=1, max=63, help="Nodes of the tree without its root; by default what pays here."
+        ),
+    ] = None,
 ) -> None:
     """Ask the embedded model real questions, plain and with Medusa trees, and compare.
 
@@ -102,19 +116,17 @@ def demo(
         medusa demo --prompts my_prompts.txt --max-tokens 256
     """
     console = Console()
+    options = Options(max_tokens, repetitions, mode, dtype, num_speculative_tokens)
     try:
         conversations = read_prompts(prompts) if prompts else QUESTIONS
         model = ensure_embedded_model()
-        turns = _timed_part(
-            console, conversations, model, max_tokens, repetitions, mode, dtype,
-            num_speculative_tokens,
-        )  # fmt: skip
-        identical = _identity_part(console, conversations, model, num_speculative_tokens)
+        turns = _timed_part(console, conversations, model, options)
+        identical = _identity_part(console, conversations, model, options)
     except (PromptsError, EmbeddedModelError, EngineProcessError) as error:
         console.print(f"[red]medusa demo:[/] {escape(str(error))}", highlight=False)
         raise typer.Exit(1) from None
     result = summarise(turns, identical)
-    result |= _circumstances(mode, dtype, max_tokens, repetitions, num_speculative_tokens)
+    result |= _circumstances(options)
     console.print(table(result))
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
@@ -124,52 +136,40 @@ def demo(
         raise typer.Exit(2)
 
 
-def _settings(
-    model: Path, mode: Mode, dtype: str, max_model_len: int, num_speculative_tokens: int | None
-) -> EngineSettings:
-    options: dict[str, Any] = {
+def _settings(model: Path, options: Options, medusa: bool) -> EngineSettings:
+    """Settings of both sides differ in `speculative_config` alone."""
+    engine: dict[str, Any] = {
         "model": str(model),
-        "dtype": dtype,
-        "enforce_eager": mode is Mode.EAGER,
-        "max_model_len": max_model_len,
+        "dtype": options.dtype,
+        "enforce_eager": options.mode is Mode.EAGER,
+        "max_model_len": 2048,
         "max_num_seqs": 4,
         "enable_prefix_caching": False,  # a repeated question must cost what it cost first
         "seed": 0,
     }
-    if num_speculative_tokens is not None:
-        options["speculative_config"] = {
-            "method": "medusa",
-            "model": str(embedded_heads_path()),
-            "num_speculative_tokens": num_speculative_tokens,
-        }
+    if medusa:
+        engine["speculative_config"] = {"method": "medusa", "model": str(embedded_heads_path())}
+        if options.num_speculative_tokens is not None:
+            engine["speculative_config"]["num_speculative_tokens"] = options.num_speculative_tokens
     environment = {
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),
         "HF_HUB_OFFLINE": "1",
     }
-    return EngineSettings(options, environment)
+    return EngineSettings(engine, environment)
 
 
 def _timed_part(
-    console: Console,
-    conversations: Sequence[Conversation],
-    model: Path,
-    max_tokens: int,
-    repetitions: int,
-    mode: Mode,
-    dtype: str,
-    num_speculative_tokens: int,
+    console: Console, conversations: Sequence[Conversation], model: Path, options: Options
 ) -> list[Turn]:
     with ExitStack() as stack:
-        plain, medusa = _start_both(
-            console, stack, f"{dtype}, {mode}", model, mode, dtype, 2048, num_speculative_tokens
-        )
+        plain, medusa = _start_both(console, stack, model, options)
         turns = []
         for conversation in conversations:
             messages: list[Message] = []
             for question in conversation:
                 messages.append({"role": "user", "content": question})
-                turns.append(_ask_both(console, plain, medusa, messages, max_tokens, repetitions))
+                turns.append(_ask_both(console, plain, medusa, messages, options))
                 messages.append({"role": "assistant", "content": turns[-1].plain[0].text})
         return turns
 
@@ -179,24 +179,25 @@ def _ask_both(
     plain: OfflineEngine,
     medusa: OfflineEngine,
     messages: list[Message],
-    max_tokens: int,
-    repetitions: int,
+    options: Options,
 ) -> Turn:
     question = messages[-1]["content"]
     console.rule(f"[bold]{escape(question[:100])}", align="left")
     turn = Turn(question, [], [])
-    for repetition in range(repetitions):
+    for repetition in range(options.repetitions):
         for name, style, engine, answers in (
             ("plain ", "cyan", plain, turn.plain),
             ("medusa", "green", medusa, turn.medusa),
         ):
             if repetition == 0:  # shown once; the others only time
                 console.print(f"[{style}]{name}[/] ", end="")
-                answer = engine.ask(messages, max_tokens, lambda text: _stream(console, text))
+                answer = engine.ask(
+                    messages, options.max_tokens, lambda text: _stream(console, text)
+                )
                 rate = len(answer.token_ids) / answer.seconds
                 console.print(f"\n[dim]{rate:.1f} tokens/s, {answer.tokens_per_step:.2f} per step")
             else:
-                answer = engine.ask(messages, max_tokens)
+                answer = engine.ask(messages, options.max_tokens)
             answers.append(answer)
     return turn
 
@@ -206,17 +207,12 @@ def _stream(console: Console, text: str) -> None:
 
 
 def _identity_part(
-    console: Console,
-    conversations: Sequence[Conversation],
-    model: Path,
-    num_speculative_tokens: int,
+    console: Console, conversations: Sequence[Conversation], model: Path, options: Options
 ) -> bool:
     """Whether greedy float32 answers of both engines are the same tokens."""
+    exact = replace(options, dtype="float32", mode=Mode.EAGER)
     with ExitStack() as stack:
-        plain, medusa = _start_both(
-            console, stack, "float32, eager", model, Mode.EAGER, "float32", 2048,
-            num_speculative_tokens,
-        )  # fmt: skip
+        plain, medusa = _start_both(console, stack, model, exact)
         identical = True
         for conversation in conversations:
             messages: list[Message] = []
@@ -230,23 +226,18 @@ def _identity_part(
 
 
 def _start_both(
-    console: Console,
-    stack: ExitStack,
-    what: str,
-    model: Path,
-    mode: Mode,
-    dtype: str,
-    max_model_len: int,
-    num_speculative_tokens: int,
+    console: Console, stack: ExitStack, model: Path, options: Options
 ) -> tuple[OfflineEngine, OfflineEngine]:
-    """Start the plain engine, then the Medusa one, with otherwise equal settings."""
+    """Start the plain engine, then the Medusa one."""
     engines = []
     with Progress(
         SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console
     ) as progress:
-        for name, nodes in (("plain", None), ("medusa", num_speculative_tokens)):
-            task = progress.add_task(f"Starting vLLM, {name} ({what})", total=1)
-            settings = _settings(model, mode, dtype, max_model_len, nodes)
+        for name in ("plain", "medusa"):
+            task = progress.add_task(
+                f"Starting vLLM, {name} ({options.dtype}, {options.mode})", total=1
+            )
+            settings = _settings(model, options, medusa=name == "medusa")
             engine = stack.enter_context(OfflineEngine(settings))
             engine.wait_until_ready()
             engines.append(engine)
@@ -297,15 +288,9 @@ def _numbers(answer: Completion) -> dict[str, Any]:
     return numbers
 
 
-def _circumstances(
-    mode: Mode, dtype: str, max_tokens: int, repetitions: int, num_speculative_tokens: int
-) -> dict[str, Any]:
+def _circumstances(options: Options) -> dict[str, Any]:
     return {
-        "mode": mode.value,
-        "dtype": dtype,
-        "max_tokens": max_tokens,
-        "repetitions": repetitions,
-        "num_speculative_tokens": num_speculative_tokens,
+        **asdict(options),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "git_sha": _git_sha(),
         "versions": {
