@@ -4,7 +4,9 @@ Batch 1, the embedded model, greedy, one process. Engines take turns question by
 medians of single steps are shown, so noise of the machine hits both alike.
 
     python benchmarks/step_cost.py                # vLLM's default, compiled
-    python benchmarks/step_cost.py --mode eager --nodes 15 --json build/step_cost.json
+    python benchmarks/step_cost.py --mode eager --nodes 3,7,15 --json build/step_cost.json
+
+With several sizes one Medusa engine drafts the prefixes of one tree in turn.
 """
 
 from __future__ import annotations
@@ -79,10 +81,6 @@ class StageClock:
             self.steps.append({"step": seconds, **self.current})
         self.current.clear()
 
-    def median_ms(self, stage: str) -> float:
-        """Median milliseconds per step."""
-        return 1e3 * statistics.median(times.get(stage, 0.0) for times in self.steps)
-
 
 def make_engine(mode: str, dtype: str, nodes: int | None) -> tuple[Any, StageClock]:
     """An engine with its stages timed."""
@@ -112,8 +110,7 @@ def make_engine(mode: str, dtype: str, nodes: int | None) -> tuple[Any, StageClo
         "model": runner.model,
     }
     if nodes is not None:
-        owners |= {"step": step, "drafter": runner.medusa_drafter}
-        owners["heads"] = runner.medusa_drafter.heads
+        owners |= {"step": step, "heads": runner.medusa_drafter.heads}
     clock = StageClock()
     for stage, (owner, name) in STAGES.items():
         if name == "sampler":
@@ -146,56 +143,73 @@ def answer(llm: Any, clock: StageClock, question: str, max_tokens: int, request:
     return seen - 1
 
 
+def prefix_drafter(full: step.HeadsDrafter, nodes: int) -> step.HeadsDrafter:
+    """The drafter of the first `nodes` nodes of the tree of `full`."""
+    return step.HeadsDrafter(full.heads, full.tree.prefix(nodes))
+
+
 def main(
     mode: str = "compiled",
     dtype: str = "bfloat16",
-    nodes: int = 15,
+    nodes: Annotated[str, typer.Option(help="Sizes to compare, comma-separated.")] = "5",
     max_tokens: int = 96,
     repetitions: int = 3,
     json_file: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
     """Measure and print the split of a decode step."""
-    engines = {
-        "plain": make_engine(mode, dtype, None),
-        "medusa": make_engine(mode, dtype, nodes),
-    }
+    sizes = [int(size) for size in nodes.split(",")]
+    plain, plain_clock = make_engine(mode, dtype, None)
+    medusa, medusa_clock = make_engine(mode, dtype, max(sizes))
+    proposer = medusa.llm_engine.model_executor.driver_worker.worker.model_runner.drafter
+    full = proposer.drafter
+    steps: dict[str, list[dict[str, float]]] = defaultdict(list)
     tokens: dict[str, int] = defaultdict(int)
-    for name, (llm, clock) in engines.items():
-        answer(llm, clock, "Hello", 16, f"warm-{name}")
-        clock.steps.clear()
+    answer(plain, plain_clock, "Hello", 16, "warm-plain")
+    answer(medusa, medusa_clock, "Hello", 16, "warm-medusa")
     for repetition in range(repetitions):
         for i, (question,) in enumerate(QUESTIONS):
-            for name, (llm, clock) in engines.items():
+            for size in (0, *sizes):
+                name = f"{size} nodes" if size else "plain"
+                llm, clock = (medusa, medusa_clock) if size else (plain, plain_clock)
+                clock.steps.clear()
+                if size:
+                    proposer.drafter = prefix_drafter(full, size)
+                    clock.wrap(proposer.drafter, "draft", "draft + tree")
                 tokens[name] += answer(llm, clock, question, max_tokens, f"{name}-{repetition}-{i}")
+                steps[name] += clock.steps
 
+    result = {name: summary(steps[name], tokens[name]) for name in steps}
+    for numbers in result.values():
+        numbers["speed-up"] = numbers["tokens per step"] / numbers["step"] * result["plain"]["step"]
     table = Table(title=f"milliseconds per decode step, medians ({mode}, {dtype}, batch 1)")
-    for column in ("stage", "plain", "medusa", "share"):
-        table.add_column(column, justify="left" if column == "stage" else "right")
-    clocks = {name: clock for name, (_, clock) in engines.items()}
-    result: dict[str, Any] = {"plain": {}, "medusa": {}}
-    for stage in ("step", *STAGES):
-        for name, clock in clocks.items():
-            result[name][stage.strip()] = clock.median_ms(stage)
-        plain, medusa = result["plain"][stage.strip()], result["medusa"][stage.strip()]
-        share = medusa / result["medusa"]["step"]
-        table.add_row(stage, f"{plain:.3f}", f"{medusa:.3f}", f"{share:.1%}")
-    for name in clocks:
-        covered = sum(result[name][s] for s in STAGES if not s.startswith(" "))
-        result[name]["rest"] = result[name]["step"] - covered
-        result[name]["tokens_per_step"] = tokens[name] / len(clocks[name].steps)
-    table.add_row("rest", *(f"{result[name]['rest']:.3f}" for name in clocks))
-    table.add_row("tokens per step", *(f"{result[n]['tokens_per_step']:.2f}" for n in clocks))
+    table.add_column("stage")
+    for name in result:
+        table.add_column(name, justify="right")
+    for stage in result["plain"]:
+        table.add_row(stage, *(f"{numbers[stage]:.3f}" for numbers in result.values()))
     Console().print(table)
-    result |= {
-        "command": " ".join(sys.argv),
-        "git_sha": subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip(),
-        "hardware": {"machine": platform.machine(), "cores": os.cpu_count()},
-    }
     if json_file:
+        circumstances = {
+            "command": " ".join(sys.argv),
+            "git_sha": subprocess.run(
+                ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+            ).stdout.strip(),
+            "hardware": {"machine": platform.machine(), "cores": os.cpu_count()},
+        }
         json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps(result, indent=1))
+        json_file.write_text(json.dumps(result | circumstances, indent=1))
+
+
+def summary(steps: list[dict[str, float]], tokens: int) -> dict[str, float]:
+    """Median milliseconds of a step, its stages and the rest; tokens per step."""
+    numbers = {
+        stage: 1e3 * statistics.median(times.get(stage, 0.0) for times in steps)
+        for stage in ("step", *STAGES)
+    }
+    covered = sum(numbers[stage] for stage in STAGES if not stage.startswith(" "))
+    numbers["rest"] = numbers["step"] - covered
+    numbers["tokens per step"] = tokens / len(steps)
+    return numbers
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ class MedusaConfig(BaseModel):
     None: the best tree of `num_speculative_tokens` nodes under the heads' calibration."""
 
     draft_vocab_size: int | Literal["auto", "full"] = "auto"
-    """How many of the most frequent tokens the heads may propose. "auto": 8192 where the heads
+    """How many of the most frequent tokens the heads may propose. "auto": 4096 where the heads
     come with a frequency ranking, otherwise all; "full": all."""
 
     @classmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -31,8 +32,18 @@ class Candidates:
 
     token_ids: torch.Tensor
     """int64 `[batch, num_heads, k]`, target vocabulary, distinct within a head."""
-    log_probs: torch.Tensor
-    """float32 `[batch, num_heads, k]`, natural logarithm, normalised over the draft vocabulary."""
+    logits: torch.Tensor
+    """float32 `[batch, num_heads, k]` of these tokens."""
+    all_logits: torch.Tensor
+    """float32 `[batch, num_heads, draft vocabulary]`."""
+
+    @cached_property
+    def log_probs(self) -> torch.Tensor:
+        """float32 `[batch, num_heads, k]`, natural logarithm, normalised over the draft vocabulary.
+
+        Computed when asked for: a static tree never does, and it costs as much as a block.
+        """
+        return self.logits - self.all_logits.logsumexp(dim=-1, keepdim=True)
 
 
 class DraftHeads(ABC):

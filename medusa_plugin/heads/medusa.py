@@ -45,9 +45,8 @@ class MedusaHeads(DraftHeads):
             )
         logits = self.logits(hidden)
         best, columns = logits.topk(top_k, dim=-1)
-        log_probs = best - logits.logsumexp(dim=-1, keepdim=True)
         chosen = columns if self._draft_vocab is None else self._draft_vocab[columns]
-        return Candidates(chosen.transpose(0, 1), log_probs.transpose(0, 1))
+        return Candidates(chosen.transpose(0, 1), best.transpose(0, 1), logits.transpose(0, 1))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 `[num_heads, batch, max_top_k]` over the draft vocabulary."""

@@ -58,7 +58,7 @@ def add_arguments(parser: Any) -> Any:
         metavar="N",
         type=int,
         default=None,
-        help="Nodes of the tree without its root, 1 to 63. Default: 15 on CPUs with AMX, else 7.",
+        help="Nodes of the tree without its root, 1 to 63. Default: 15 on CPUs with AMX, else 5.",
     )
     return parser
 

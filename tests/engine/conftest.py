@@ -98,6 +98,7 @@ def make_engine(tiny_model: Path) -> Iterator[EngineMaker]:
             "max_model_len": 256,
             "max_num_seqs": 16,
             "block_size": 32,
+            "num_gpu_blocks_override": 512,  # engines of a module live side by side
             "seed": 0,
             "disable_log_stats": True,
             **options,

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from medusa_plugin.embedded import embedded_heads_path
+from medusa_plugin.heads import peek_heads
+from medusa_plugin.tree.static import choose_tree
 from medusa_plugin.tree.token_tree import TokenTree
 from tests.engine.drafters import PlantedDrafter
 
@@ -21,7 +24,17 @@ BUSHY = TokenTree.from_choices(
     + [(a, b) for a in range(3) for b in range(2)]
     + [(a, b, c) for a in range(2) for b in range(2) for c in range(2)]
 )
-TREES = {"chain": CHAIN, "single": SINGLE, "wide": WIDE, "deep": DEEP, "bushy": BUSHY}
+SHIPPED = choose_tree(
+    None, num_heads=4, num_nodes=15, accuracies=peek_heads(embedded_heads_path()).accuracies
+)
+TREES = {
+    "chain": CHAIN,
+    "single": SINGLE,
+    "wide": WIDE,
+    "deep": DEEP,
+    "bushy": BUSHY,
+    "shipped": SHIPPED,
+}
 HIT_RATES = {"oracle": 1.0, "adversarial": 0.0, "mixed": 0.6}
 MAX_NODES = max(tree.num_nodes for tree in TREES.values())
 
