@@ -1,0 +1,189 @@
+"""`vllm serve MODEL --speculative-model medusa`: the real server, its API and its refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+VLLM = str(Path(sys.executable).with_name("vllm"))
+START_SECONDS = 300
+
+
+def environment(**extra: str) -> dict[str, str]:
+    variables = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", **extra}
+    # The server's own default: front end and engine are two processes.
+    variables.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+    return variables
+
+
+def serve_command(model: Path, *flags: str) -> list[str]:
+    return [
+        VLLM, "serve", str(model), "--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager",
+        "--max-model-len", "256", "--max-num-seqs", "4", "--block-size", "32", *flags,
+    ]  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Server:
+    """A running server: `log` is its output, `post` and `get` talk to it."""
+
+    def __init__(self, model: Path, log: Path, *flags: str) -> None:
+        self.port = free_port()
+        self.log = log
+        with log.open("w") as output:
+            self.process = subprocess.Popen(
+                serve_command(model, "--port", str(self.port), *flags),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment(VLLM_LOGGING_LEVEL="INFO"),
+            )
+
+    def wait(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, self.log.read_text()[-4000:]
+            try:
+                self.get("/health")
+                return
+            except (urllib.error.URLError, ConnectionError):
+                time.sleep(0.5)
+        pytest.fail(f"no server after {START_SECONDS} s: {self.log.read_text()[-4000:]}")
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=60) as answer:
+            return answer.read().decode()  # type: ignore[no-any-return]
+
+    def post(self, path: str, body: dict[str, Any]) -> str:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return answer.read().decode()  # type: ignore[no-any-return]
+
+    def stop(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(
+    tiny_model: Path, random_heads: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    running = Server(
+        tiny_model,
+        tmp_path_factory.mktemp("serve") / "log",
+        *("--speculative-model", "medusa", "--medusa-heads", str(random_heads)),
+        *("--medusa-tree", "[[0], [1], [0, 0], [0, 1], [0, 0, 0]]"),
+    )
+    running.wait()
+    yield running
+    running.stop()
+
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+def test_completions_equal_plain(server: Server, make_engine: Any, tiny_model: Path) -> None:
+    from vllm import SamplingParams
+
+    body = {
+        "model": str(tiny_model), "prompt": PROMPT, "max_tokens": 40, "temperature": 0,
+        "ignore_eos": True,
+    }  # fmt: skip
+    answer = json.loads(server.post("/v1/completions", body))
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    plain = make_engine().generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
+    assert answer["choices"][0]["text"] == plain[0].outputs[0].text
+    assert answer["usage"]["completion_tokens"] == 40
+    chunks = server.post("/v1/completions", body | {"stream": True}).splitlines()
+    events = [line.removeprefix("data: ") for line in chunks if line.startswith("data: {")]
+    assert "".join(json.loads(e)["choices"][0]["text"] for e in events) == plain[0].outputs[0].text
+
+
+def test_start_up_line_and_metrics(server: Server) -> None:
+    log = server.log.read_text()
+    assert "tree of 5 nodes, depth 3" in log
+    assert "acceptance lossless" in log
+    assert "medusa kernels ready" in log
+    drafted = [
+        line for line in server.get("/metrics").splitlines()
+        if line.startswith("vllm:spec_decode_num_draft_tokens_total")
+    ]  # fmt: skip
+    assert drafted
+    assert float(drafted[0].rsplit(" ", 1)[1]) > 0
+
+
+def test_a_bad_request_is_refused_and_the_server_lives(server: Server, tiny_model: Path) -> None:
+    body = {"model": str(tiny_model), "prompt": PROMPT, "max_tokens": 4}
+    with pytest.raises(urllib.error.HTTPError, match="400"):
+        server.post("/v1/completions", body | {"temperature": -1})
+    assert json.loads(server.post("/v1/completions", body | {"min_p": 0.1}))["choices"]
+
+
+def test_help_shows_our_flags() -> None:
+    output = subprocess.run(
+        [VLLM, "serve", "--help=all"], capture_output=True, text=True, env=environment(), check=True
+    ).stdout
+    for flag in ("--speculative-model", "--medusa-heads", "--medusa-tree"):
+        assert flag in output
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--speculative-model", "medusa"], "no Medusa heads were named"),
+        (
+            [
+                "--speculative-model",
+                "medusa",
+                "--medusa-heads",
+                "HEADS",
+                "--medusa-tree",
+                "[[0,0]]",
+            ],
+            r"path [0, 0] has no parent",
+        ),
+        (
+            ["--speculative-model", "medusa", "--medusa-heads", "HEADS", "--kv-cache-dtype", "fp8"],
+            "does not support yet: kv_cache_dtype=fp8",
+        ),
+        (["--medusa-heads", "HEADS"], "needs --speculative-model medusa"),
+    ],
+    ids=["no-heads", "bad-tree", "fp8", "no-effect"],
+)
+def test_a_start_that_cannot_work_ends_with_the_reason(
+    tiny_model: Path, random_heads: Path, flags: list[str], message: str
+) -> None:
+    command = serve_command(tiny_model, *(f.replace("HEADS", str(random_heads)) for f in flags))
+    result = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=START_SECONDS,
+        check=False,
+    )
+    assert result.returncode != 0
+    assert message in result.stdout + result.stderr
