@@ -10,13 +10,14 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tvm_ops.artifact import cache_root
 
 if TYPE_CHECKING:
     import numpy as np
@@ -48,14 +49,9 @@ class EmbeddedModelError(RuntimeError):
     """The embedded model cannot be made; the message says what is missing and the remedy."""
 
 
-def cache_dir() -> Path:
-    """The user's cache: `MEDUSA_CACHE`, or `~/.cache/medusa`."""
-    return Path(os.environ.get("MEDUSA_CACHE") or Path.home() / ".cache" / "medusa")
-
-
 def embedded_model_path() -> Path:
     """Where the Hugging Face directory is, or will be."""
-    return cache_dir() / "models" / f"{NAME}-{FORMAT}"
+    return cache_root() / "models" / f"{NAME}-{FORMAT}"
 
 
 def embedded_heads_path() -> Path:

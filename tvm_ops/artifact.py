@@ -89,10 +89,15 @@ def _detected_target() -> dict[str, str]:
     return cpu_target(platform.machine(), flags)
 
 
-def cache_dir() -> Path:
-    """Directory of compiled kernels: $MEDUSA_CACHE/kernels, by default ~/.cache/medusa/kernels."""
+def cache_root() -> Path:
+    """The user's cache: $MEDUSA_CACHE, by default ~/.cache/medusa."""
     root = os.environ.get("MEDUSA_CACHE")
-    return (Path(root) if root else Path.home() / ".cache" / "medusa") / "kernels"
+    return Path(root) if root else Path.home() / ".cache" / "medusa"
+
+
+def cache_dir() -> Path:
+    """Directory of compiled kernels."""
+    return cache_root() / "kernels"
 
 
 def artifact_path(spec: KernelSpec, target: Mapping[str, str] | None = None) -> Path:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from typing import Annotated
 
 import typer
 
 from medusa_plugin import __version__
 from medusa_plugin.commands.demo import demo
-
-# The hub is never asked: the embedded model is on disk.
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 app = typer.Typer(
     name="medusa",

@@ -163,7 +163,8 @@ def test_heads_of_another_model_are_refused_before_weights(tmp_path: Path) -> No
 
 def parse(*flags: str) -> EngineArgs:
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-    return EngineArgs.from_cli_args(parser.parse_args(["--model", "m", *flags]))
+    model = str(ensure_embedded_model(progress=False))
+    return EngineArgs.from_cli_args(parser.parse_args(["--model", model, *flags]))
 
 
 def test_flags() -> None:
