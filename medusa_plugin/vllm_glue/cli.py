@@ -9,16 +9,22 @@ from medusa_plugin.config import MedusaConfigError
 
 METHOD = "medusa"
 
+# Option -> flag; argparse stores it as medusa_<option>.
 _FLAGS = {
     "heads": "--medusa-heads",
     "tree": "--medusa-tree",
     "draft_vocab_size": "--medusa-draft-vocab-size",
     "num_speculative_tokens": "--num-speculative-tokens",
 }
+_DESTINATIONS = {"speculative_model", *(f"medusa_{option}" for option in _FLAGS)}
 
 
 def add_arguments(parser: Any) -> Any:
-    """Add our group to vLLM's parser once and return the parser."""
+    """Add our group to vLLM's parser once and return the parser.
+
+    Flags that are not given leave no trace in the namespace, since some callers pass all of it on
+    as keyword arguments.
+    """
     if "--speculative-model" in parser._option_string_actions:
         return parser
     group = parser.add_argument_group(
@@ -29,19 +35,19 @@ def add_arguments(parser: Any) -> Any:
     group.add_argument(
         "--speculative-model",
         choices=[METHOD],
-        default=None,
+        default=argparse.SUPPRESS,
         help="Speculate with Medusa heads: a tree of candidates is verified in one pass.",
     )
     group.add_argument(
         "--medusa-heads",
         metavar="DIR",
-        default=None,
+        default=argparse.SUPPRESS,
         help="Directory of the heads. Default: the heads beside the model.",
     )
     group.add_argument(
         "--medusa-tree",
         metavar="CHOICES",
-        default=None,
+        default=argparse.SUPPRESS,
         help="Static tree as medusa_choices: JSON text or a JSON file. Default: the best tree of "
         "--num-speculative-tokens nodes under the heads' calibration.",
     )
@@ -49,7 +55,7 @@ def add_arguments(parser: Any) -> Any:
         "--medusa-draft-vocab-size",
         metavar="N|auto|full",
         type=_vocab_size,
-        default=None,
+        default=argparse.SUPPRESS,
         help="How many of the most frequent tokens the heads may propose. Default: auto.",
     )
     group.add_argument(
@@ -57,7 +63,7 @@ def add_arguments(parser: Any) -> Any:
         dest="medusa_num_speculative_tokens",
         metavar="N",
         type=int,
-        default=None,
+        default=argparse.SUPPRESS,
         help="Nodes of the tree without its root, 1 to 63. Default: 15 on CPUs with AMX, else 5.",
     )
     return parser
@@ -81,14 +87,9 @@ def apply_arguments(args: argparse.Namespace) -> None:
     """
     method = getattr(args, "speculative_model", None)
     options = {
-        name: value
-        for name, value in (
-            ("heads", getattr(args, "medusa_heads", None)),
-            ("tree", getattr(args, "medusa_tree", None)),
-            ("draft_vocab_size", getattr(args, "medusa_draft_vocab_size", None)),
-            ("num_speculative_tokens", getattr(args, "medusa_num_speculative_tokens", None)),
-        )
-        if value is not None
+        option: getattr(args, f"medusa_{option}")
+        for option in _FLAGS
+        if hasattr(args, f"medusa_{option}")
     }
     if method is None:
         if options:
@@ -111,7 +112,5 @@ def apply_arguments(args: argparse.Namespace) -> None:
         additional = dict(getattr(args, "additional_config", None) or {})
         additional["medusa"] = {**additional.get("medusa", {}), **options}
         args.additional_config = additional
-    args.speculative_model = None
-    for name in list(vars(args)):
-        if name.startswith("medusa_"):
-            setattr(args, name, None)
+    for name in [name for name in vars(args) if name in _DESTINATIONS]:
+        delattr(args, name)

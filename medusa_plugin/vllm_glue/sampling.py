@@ -8,6 +8,11 @@ from dataclasses import replace
 import numpy as np
 import torch
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.logits_processor import (
+    LogitBiasLogitsProcessor,
+    LogitsProcessor,
+    MinTokensLogitsProcessor,
+)
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
@@ -68,7 +73,9 @@ class TreeRowSampler:
             tokens = self._sample_batch(rows)
             drawn = [tokens[request] for request in requests]
         for request, token in zip(requests, drawn, strict=True):
-            self._outputs[request].append(token)
+            # A discarded token never becomes output: what watches the output must not see it.
+            if request not in self._discarded:
+                self._outputs[request].append(token)
         return dict(zip(requests, drawn, strict=True))
 
     def _sample_batch(self, rows: Mapping[int, int]) -> list[int]:
@@ -124,15 +131,18 @@ def _is_plain_greedy(metadata: SamplingMetadata) -> bool:
         and metadata.no_penalties
         and metadata.allowed_token_ids_mask is None
         and not metadata.bad_words_token_ids
-        and not any(_may_act(p) for p in metadata.logitsprocs.non_argmax_invariant)
+        and all(_is_idle(p) for p in metadata.logitsprocs.non_argmax_invariant)
         and (holder is None or not holder.has_tracked_requests())
     )
 
 
-def _may_act(processor: object) -> bool:
-    # The built-in processors keep their requests in a dict; of others nothing is known.
-    tracked = getattr(processor, "min_toks", getattr(processor, "biases", None))
-    return tracked is None or bool(tracked)
+def _is_idle(processor: LogitsProcessor) -> bool:
+    """Whether a processor has no request to act on; of others than vLLM's own nothing is known."""
+    if type(processor) is MinTokensLogitsProcessor:
+        return not processor.min_toks
+    if type(processor) is LogitBiasLogitsProcessor:
+        return not processor.biases
+    return False
 
 
 def _interleave(levels: Sequence[LogprobsTensors]) -> LogprobsTensors:

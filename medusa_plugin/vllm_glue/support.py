@@ -84,10 +84,15 @@ def _cache(vllm_config: Any) -> Iterator[str]:
 
 
 def _budget(vllm_config: Any) -> Iterator[str]:
+    # vLLM pads a request whose whole prompt hit the prefix cache to the rows of a full tree. One
+    # that never fits is never scheduled, and one that is clipped fails an assertion.
     rows = 1 + vllm_config.speculative_config.num_speculative_tokens
-    budget = vllm_config.scheduler_config.max_num_batched_tokens
-    if budget < rows:
-        yield (
-            f"max_num_batched_tokens={budget}, less than the {rows} rows of one tree "
-            f"(set it to at least {rows})"
-        )
+    scheduler = vllm_config.scheduler_config
+    for name in (
+        "max_num_batched_tokens",
+        "max_num_scheduled_tokens",
+        "long_prefill_token_threshold",
+    ):
+        limit = getattr(scheduler, name, None)
+        if limit and limit < rows:
+            yield f"{name}={limit}, less than the {rows} rows of one tree (at least {rows})"

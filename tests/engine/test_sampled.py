@@ -126,6 +126,30 @@ def test_seeded_request_whose_prompt_is_prefilled_in_chunks(make_engine: Any, me
     assert harness.answers(chunked, request, params) == expected
 
 
+def test_min_tokens_of_a_request_prefilled_beside_a_walk(
+    make_engine: Any, plain: Any, medusa: Any
+) -> None:
+    """The discarded draw of a prefill chunk is no output: min_tokens counts from zero after it."""
+    heads = medusa.llm_engine.vllm_config.additional_config["medusa"]["heads"]
+    chunked = make_engine(
+        max_num_batched_tokens=32,
+        max_num_seqs=4,
+        enable_prefix_caching=False,
+        speculative_config={"method": "medusa", "model": heads},
+    )
+    requests = [[1, 2, 3], [5] * 100]
+    params = [
+        SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=0),
+        SamplingParams(temperature=0, max_tokens=5, min_tokens=1, logit_bias={256: 100.0}),
+    ]
+    expected = harness.answers(plain, requests, params)
+    drafter = harness.plant(chunked, [harness.TREES["single"]], VOCAB_SIZE, 1.0)
+    for request, known in zip(requests, expected, strict=True):
+        drafter.learn(request, known[0].token_ids)
+    assert harness.answers(chunked, requests, params) == expected
+    assert sum(drafter.accepted) > 0
+
+
 ALPHABET = [10, 20, 30, 40, 50, 60]
 
 

@@ -132,14 +132,19 @@ def test_unsupported_features_are_refused_by_name(options: dict[str, Any], name:
         args.create_engine_config()
 
 
-def test_too_small_a_token_budget_is_refused() -> None:
+@pytest.mark.parametrize(
+    "limit", ["max_num_batched_tokens", "max_num_scheduled_tokens", "long_prefill_token_threshold"]
+)
+def test_limits_below_one_tree_are_refused(limit: str) -> None:
+    """A padded request would never be scheduled, or end the engine by an assertion."""
+    options = {"max_num_batched_tokens": 512, limit: 32}
     args = engine_args(
         speculative_config=speculative(num_speculative_tokens=40),
         max_model_len=64,
-        max_num_batched_tokens=32,
         max_num_seqs=1,
+        **options,
     )
-    with pytest.raises(ValueError, match="max_num_batched_tokens"):
+    with pytest.raises(ValueError, match=f"{limit}=32, less than the 41 rows"):
         args.create_engine_config()
 
 
@@ -178,6 +183,13 @@ def test_flags() -> None:
         "num_speculative_tokens": 9,
     }
     assert args.additional_config == {"medusa": {"tree": "[[0]]", "draft_vocab_size": 4096}}
+
+
+def test_flags_not_given_leave_no_trace() -> None:
+    """`LLM(**vars(args))` is a common pattern: extra names would break it."""
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    namespace = vars(parser.parse_args([]))
+    assert not [n for n in namespace if "medusa" in n or n == "speculative_model"]
 
 
 def test_no_flags_change_nothing() -> None:
