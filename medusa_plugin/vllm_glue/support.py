@@ -75,8 +75,9 @@ def _model(model_config: Any) -> Iterator[str]:
 
 def _cache(vllm_config: Any) -> Iterator[str]:
     cache_dtype = str(vllm_config.cache_config.cache_dtype)
-    if cache_dtype not in ("auto", "bfloat16", "float16", "float32"):
-        yield f"kv_cache_dtype={cache_dtype} (only unquantised)"
+    model_dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
+    if cache_dtype not in ("auto", model_dtype):
+        yield f"kv_cache_dtype={cache_dtype} (only that of the model, {model_dtype})"
     if vllm_config.kv_transfer_config is not None:
         yield "KV connectors (kv_transfer_config), which would ship uncompacted KV"
     if vllm_config.lora_config is not None:

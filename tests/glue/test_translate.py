@@ -121,6 +121,7 @@ def test_another_worker_class_is_refused() -> None:
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
         ({"tensor_parallel_size": 3}, "tensor_parallel_size=3"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype=fp8"),
+        ({"kv_cache_dtype": "float16"}, "kv_cache_dtype=float16.*bfloat16"),
         ({"enable_prompt_embeds": True}, "prompt embeddings"),
         ({"enable_lora": True}, "LoRA"),
         ({"hf_overrides": {"sliding_window": 128, "use_sliding_window": True}}, "sliding"),
