@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -34,7 +34,7 @@ class MedusaConfig(BaseModel):
     """Static tree as `medusa_choices`: a list of paths, its JSON text, or a JSON file.
     None: the best tree of `num_speculative_tokens` nodes under the heads' calibration."""
 
-    draft_vocab_size: int | Literal["auto", "full"] = "auto"
+    draft_vocab_size: Annotated[int, Field(ge=1)] | Literal["auto", "full"] = "auto"
     """How many of the most frequent tokens the heads may propose. "auto": 4096 where the heads
     come with a frequency ranking, otherwise all; "full": all."""
 

@@ -69,7 +69,7 @@ class HeadsDrafter:
 
     Args:
         heads: evaluated once per step for the whole batch.
-        tree: topology proposed; `tree.max_rank + 1` candidates per head are needed.
+        tree: topology proposed; `max(tree.ranks) + 1` candidates per head are needed.
     """
 
     def __init__(self, heads: DraftHeads, tree: TokenTree) -> None:

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from medusa_plugin.config import MedusaConfig, MedusaConfigError
+from medusa_plugin.config import MAX_NUM_SPECULATIVE_TOKENS, MedusaConfig, MedusaConfigError
+from medusa_plugin.tree.token_tree import MAX_ROWS
+from tvm_ops import MAX_TREE_ROWS
 
 
 def test_defaults() -> None:
@@ -33,6 +35,10 @@ def test_defaults() -> None:
 def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(MedusaConfigError, match=message):
         MedusaConfig.from_options(options)
+
+
+def test_the_largest_tree_is_what_the_tree_and_the_kernel_hold() -> None:
+    assert MAX_NUM_SPECULATIVE_TOKENS == MAX_ROWS - 1 == MAX_TREE_ROWS - 1
 
 
 def test_frozen() -> None:

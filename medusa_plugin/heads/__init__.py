@@ -10,6 +10,7 @@ import torch
 from medusa_plugin.heads.base import Candidates, DraftHeads, HeadsError, TargetSpec
 from medusa_plugin.heads.checkpoint import (
     DRAFT_VOCAB_FILE,
+    WEIGHTS_FILES,
     HeadsInfo,
     peek_heads,
     read_draft_vocab,
@@ -19,6 +20,7 @@ from medusa_plugin.heads.medusa import MedusaHeads
 
 __all__ = [
     "AUTO_DRAFT_VOCAB_SIZE",
+    "WEIGHTS_FILES",
     "Candidates",
     "DraftHeads",
     "HeadsError",

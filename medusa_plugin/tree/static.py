@@ -61,7 +61,9 @@ def parse_choices(choices: list[list[int]] | str) -> list[Path]:
     parsed: Any = choices
     if isinstance(choices, str):
         source = "the tree"
-        if not choices.lstrip().startswith("["):
+        if not choices.lstrip().startswith(("[", "{")):
+            if not choices:
+                raise TreeError("the tree is an empty text: give a list of paths or a JSON file")
             source = f"tree file {choices}"
             try:
                 choices = FilePath(choices).read_text(encoding="utf-8")

@@ -79,7 +79,7 @@ def _vocab_size(text: str) -> int | str:
 
 
 def apply_arguments(args: argparse.Namespace) -> None:
-    """Move our flags into `speculative_config` and `additional_config`, in place.
+    """Move our flags into `speculative_config`, in place.
 
     Raises:
         MedusaConfigError: a --medusa-* flag without --speculative-model medusa, or
@@ -94,7 +94,10 @@ def apply_arguments(args: argparse.Namespace) -> None:
     if method is None:
         if options:
             flags = ", ".join(_FLAGS[name] for name in options)
-            raise MedusaConfigError(f"{flags} needs --speculative-model medusa")
+            raise MedusaConfigError(
+                f"{flags} needs --speculative-model medusa (and neither --speculative-config nor "
+                "--spec-method)"
+            )
         return
     for flag in ("speculative_config", "spec_method", "spec_model", "spec_tokens"):
         if getattr(args, flag, None) is not None:
@@ -102,15 +105,7 @@ def apply_arguments(args: argparse.Namespace) -> None:
                 f"--speculative-model and --{flag.replace('_', '-')} are mutually exclusive; use "
                 "--medusa-heads and --num-speculative-tokens with --speculative-model"
             )
-    config: dict[str, Any] = {"method": METHOD}
-    if "heads" in options:
-        config["model"] = options.pop("heads")
-    if "num_speculative_tokens" in options:
-        config["num_speculative_tokens"] = options.pop("num_speculative_tokens")
-    args.speculative_config = config
-    if options:
-        additional = dict(getattr(args, "additional_config", None) or {})
-        additional["medusa"] = {**additional.get("medusa", {}), **options}
-        args.additional_config = additional
+    # All in one place, where contradictions with additional_config are noticed.
+    args.speculative_config = {"method": METHOD, **options}
     for name in [name for name in vars(args) if name in _DESTINATIONS]:
         delattr(args, name)

@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from medusa_plugin.config import MedusaConfigError
 from medusa_plugin.heads import TargetSpec, load_heads, peek_heads
 from medusa_plugin.step import HeadsDrafter
 from medusa_plugin.vllm_glue.support import UnsupportedFeatureError
@@ -45,11 +44,6 @@ class MedusaProposer:
             self._config.heads, target, draft_vocab_size=self._config.draft_vocab_size
         )
         tree = configured_tree(self._config, peek_heads(self._config.heads))
-        if max(tree.ranks) >= heads.max_top_k:
-            raise MedusaConfigError(
-                f"the tree uses candidates up to rank {max(tree.ranks)}, but draft_vocab_size "
-                f"{heads.max_top_k} offers only {heads.max_top_k}: raise draft_vocab_size"
-            )
         self.drafter = HeadsDrafter(heads, tree)
         logger.info("medusa heads loaded in %.2f s", time.perf_counter() - started)
 

@@ -54,6 +54,9 @@ class TreeRowSampler:
         self._first_rows = np.asarray(first_rows, dtype=np.int64)
         self._current = self._first_rows.copy()
         self._metadata = replace(metadata, spec_token_ids=None)
+        if metadata.thinking_budget_state_holder is not None:
+            # One row per request, as without speculation; otherwise it counts rows by drafts.
+            metadata.thinking_budget_state_holder.in_spec_mode = False
         self._outputs = outputs
         self._lengths = [len(output) for output in outputs]
         self._discarded = discarded

@@ -41,6 +41,7 @@ def _parallelism(vllm_config: Any) -> Iterator[str]:
         "tensor_parallel_size",
         "decode_context_parallel_size",
         "prefill_context_parallel_size",
+        "data_parallel_size",
     ):
         size = getattr(parallel, name, 1)
         if size > 1:

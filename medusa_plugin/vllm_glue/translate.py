@@ -25,7 +25,7 @@ from medusa_plugin.config import (
     MedusaConfigError,
 )
 from medusa_plugin.embedded import embedded_heads_path, is_embedded_model
-from medusa_plugin.heads import HeadsInfo, peek_heads
+from medusa_plugin.heads import WEIGHTS_FILES, HeadsInfo, peek_heads
 from medusa_plugin.tree.static import choose_tree
 from medusa_plugin.tree.token_tree import TokenTree
 from medusa_plugin.vllm_glue.cli import METHOD
@@ -36,7 +36,6 @@ logger = logging.getLogger("vllm.medusa")
 PROPOSER = "medusa_plugin.vllm_glue.proposer.MedusaProposer"
 CPU_WORKER = "medusa_plugin.vllm_glue.worker.MedusaCPUWorker"
 OPTIONS_KEY = "medusa"
-HEADS_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 
 
 def is_medusa(speculative_config: Any) -> bool:
@@ -59,9 +58,10 @@ def translate_engine_args(engine_args: Any) -> None:
         HeadsError: the heads cannot be read.
     """
     speculative = _speculative_fields(engine_args)
-    if speculative.get("method") != METHOD:
-        return
     additional = dict(engine_args.additional_config or {})
+    if speculative.get("method") != METHOD:
+        _require_nothing_asked(speculative, additional)
+        return
     config = _read_options(engine_args.model, speculative, additional.get(OPTIONS_KEY))
     tree = configured_tree(config, peek_heads(config.heads))
 
@@ -73,7 +73,7 @@ def translate_engine_args(engine_args: Any) -> None:
     }
     additional[OPTIONS_KEY] = config.model_dump()
     engine_args.additional_config = additional
-    if engine_args.worker_cls not in ("auto", CPU_WORKER):
+    if engine_args.worker_cls not in (None, "auto", CPU_WORKER):
         raise MedusaConfigError(
             f"--worker-cls {engine_args.worker_cls} and speculative method 'medusa' exclude each "
             "other: medusa brings its own worker"
@@ -88,7 +88,14 @@ def finish_engine_config(vllm_config: Any) -> None:
         UnsupportedFeatureError: names every feature in the way.
         HeadsError: the heads do not fit the target.
     """
-    if not is_medusa(vllm_config.speculative_config):
+    speculative = vllm_config.speculative_config
+    if not is_medusa(speculative):
+        if speculative is not None and speculative.method == METHOD:
+            # vLLM 0.32 recognises some checkpoints by itself and would run its own chain.
+            raise MedusaConfigError(
+                f"the draft {speculative.model!r} holds Medusa heads, but the method was not "
+                "named: add 'method': 'medusa' to speculative_config"
+            )
         return
     config = medusa_config(vllm_config)
     heads = peek_heads(config.heads)
@@ -98,6 +105,7 @@ def finish_engine_config(vllm_config: Any) -> None:
         hidden_size=model_config.get_hidden_size(), vocab_size=model_config.get_vocab_size()
     )
     tree = configured_tree(config, heads)
+    _require_draft_vocabulary(config, heads, tree)
     logger.info(
         "medusa %s: heads %s (%s), tree of %d nodes, depth %d, draft vocabulary %s, acceptance "
         "lossless (greedy and sampled); not supported with it: see README, section Support.",
@@ -146,20 +154,60 @@ def default_num_nodes() -> int:
     return 15 if torch.cpu._is_amx_tile_supported() else 5
 
 
+def _require_nothing_asked(speculative: dict[str, Any], additional: dict[str, Any]) -> None:
+    """Refuse options of ours that would have no effect."""
+    ours = speculative.get("model") == PROPOSER
+    if OPTIONS_KEY in additional and not ours:
+        raise MedusaConfigError(
+            f"additional_config[{OPTIONS_KEY!r}] is given, but speculation with Medusa is not on: "
+            "add speculative_config={'method': 'medusa', ...}, or leave it out"
+        )
+    if ours and OPTIONS_KEY not in additional:
+        raise MedusaConfigError(
+            "speculative_config names MedusaProposer itself: use {'method': 'medusa', 'model': "
+            "HEADS_DIR} instead of method 'custom_class'"
+        )
+
+
+def _require_draft_vocabulary(config: MedusaConfig, heads: HeadsInfo, tree: TokenTree) -> None:
+    """Check `draft_vocab_size` against the ranking that comes with the heads, and the tree."""
+    size = config.draft_vocab_size
+    if not isinstance(size, int):
+        return
+    if size > heads.draft_vocab_ranked:
+        raise MedusaConfigError(
+            f"draft_vocab_size is {size}, but the heads in {config.heads} rank "
+            f"{heads.draft_vocab_ranked} tokens by frequency (draft_vocab.safetensors): choose at "
+            "most that, or 'full'"
+        )
+    if max(tree.ranks) >= size:
+        raise MedusaConfigError(
+            f"the tree uses candidates up to rank {max(tree.ranks)}, but draft_vocab_size {size} "
+            f"offers only {size}: raise draft_vocab_size"
+        )
+
+
 def _speculative_fields(engine_args: Any) -> dict[str, Any]:
-    """Speculative options of `EngineArgs` from the dict and its --spec-* aliases."""
+    """Speculative options of `EngineArgs` from the dict and its --spec-* aliases.
+
+    Raises:
+        MedusaConfigError: an alias contradicts the dict of a Medusa engine.
+    """
     fields = {
         key.replace("-", "_"): value
         for key, value in (engine_args.speculative_config or {}).items()
     }
-    for name, alias in (
-        ("method", engine_args.spec_method),
-        ("model", engine_args.spec_model),
-        ("num_speculative_tokens", engine_args.spec_tokens),
-    ):
-        if alias is not None:
-            fields.setdefault(name, alias)
-    return fields
+    aliases = {
+        "method": engine_args.spec_method,
+        "model": engine_args.spec_model,
+        "num_speculative_tokens": engine_args.spec_tokens,
+    }
+    given = {name: alias for name, alias in aliases.items() if alias is not None}
+    merged = {**given, **fields}
+    if merged.get("method") == METHOD:
+        for name in given.keys() & fields.keys():
+            _require_same(name, fields[name], "speculative_config", given[name], "--spec-*")
+    return merged
 
 
 def _read_options(model: str, speculative: dict[str, Any], options: Any) -> MedusaConfig:
@@ -171,17 +219,26 @@ def _read_options(model: str, speculative: dict[str, Any], options: Any) -> Medu
         )
     given = {key: value for key, value in speculative.items() if key != "method"}
     if "model" in given:
-        given["heads"] = given.pop("model")
+        heads = given.pop("model")
+        _require_same("heads", given.get("heads", heads), "speculative_config", heads, "model")
+        given["heads"] = heads
     for name in given.keys() & options.keys():
-        if given[name] != options[name]:
-            raise MedusaConfigError(
-                f"option {name!r} is {given[name]!r} in speculative_config, but "
-                f"{options[name]!r} in additional_config[{OPTIONS_KEY!r}]: give it once"
-            )
+        place = f"additional_config[{OPTIONS_KEY!r}]"
+        _require_same(name, given[name], "speculative_config", options[name], place)
     merged = {**options, **given}
     if merged.get("heads") is None:
-        merged["heads"] = str(find_heads(model))
+        merged["heads"] = find_heads(model)
+    if isinstance(merged["heads"], str | Path):
+        merged["heads"] = str(Path(merged["heads"]).expanduser())
     return MedusaConfig.from_options(merged)
+
+
+def _require_same(name: str, first: Any, place: str, second: Any, other_place: str) -> None:
+    if first != second:
+        raise MedusaConfigError(
+            f"option {name!r} is {first!r} in {place}, but {second!r} in {other_place}: give it "
+            "once"
+        )
 
 
 def find_heads(model: str) -> Path:
@@ -192,12 +249,12 @@ def find_heads(model: str) -> Path:
     """
     directory = Path(model)
     for candidate in (directory, directory / "medusa"):
-        if any((candidate / name).is_file() for name in HEADS_FILES):
+        if any((candidate / name).is_file() for name in WEIGHTS_FILES):
             return candidate
     if is_embedded_model(directory):
         return embedded_heads_path()
     raise MedusaConfigError(
         f"no Medusa heads were named and none lie beside the model {model!r} (looked for "
-        f"{' or '.join(HEADS_FILES)} there and in its folder medusa/): give them with "
+        f"{' or '.join(WEIGHTS_FILES)} there and in its folder medusa/): give them with "
         "--medusa-heads DIR or speculative_config={'method': 'medusa', 'model': DIR}"
     )

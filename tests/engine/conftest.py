@@ -109,8 +109,3 @@ def make_engine(tiny_model: Path) -> Iterator[EngineMaker]:
     yield make
     for engine in engines:
         engine.llm_engine.engine_core.shutdown()
-
-
-def runner_of(engine: Any) -> Any:
-    """The Medusa model runner inside an in-process engine."""
-    return engine.llm_engine.model_executor.driver_worker.worker.model_runner

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from vllm import SamplingParams
+from vllm.config.reasoning import ReasoningConfig
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
 from tests.engine import harness
@@ -68,6 +69,35 @@ def test_custom_processor(
     drafter = harness.plant(
         medusa, [harness.BUSHY, harness.DEEP], VOCAB_SIZE, harness.HIT_RATES[draft]
     )
+    for request, known in zip(requests, expected, strict=True):
+        drafter.learn(request, known[0].token_ids)
+    assert harness.answers(medusa, requests, params) == expected
+    if draft == "oracle":
+        assert sum(drafter.accepted) > 0
+
+
+@pytest.mark.parametrize("draft", ["oracle", "adversarial"])
+def test_thinking_budgets(make_engine: Any, random_heads: Path, draft: str) -> None:
+    """The end of thinking is forced on the requests whose budget is spent, not on row 0."""
+    reasoning = {"reasoning_start_str": "<", "reasoning_end_str": "#@"}
+    plain = make_engine(reasoning_config=ReasoningConfig(**reasoning))
+    medusa = make_engine(
+        reasoning_config=ReasoningConfig(**reasoning),
+        speculative_config={
+            "method": "medusa",
+            "model": str(random_heads),
+            "num_speculative_tokens": harness.MAX_NODES,
+        },
+    )
+    start = plain.get_tokenizer().encode("<", add_special_tokens=False)
+    requests = [[1, 2, 3], [4, 5, 6, *start], [7, 8, 9, *start]]
+    params = [
+        SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, thinking_token_budget=budget)
+        for budget in (None, 5, 9)
+    ]
+    expected = harness.answers(plain, requests, params)
+    assert "#@" in expected[1][0].text
+    drafter = harness.plant(medusa, [harness.BUSHY], VOCAB_SIZE, harness.HIT_RATES[draft])
     for request, known in zip(requests, expected, strict=True):
         drafter.learn(request, known[0].token_ids)
     assert harness.answers(medusa, requests, params) == expected

@@ -94,6 +94,10 @@ def test_heads_beside_the_model(tmp_path: Path) -> None:
         (speculative(), {"tree": [[0], [1, 0]]}, r"\[1, 0\]"),
         (speculative(), {"tree": [[0], [0, 0], [0] * 3, [0] * 4, [0] * 5]}, "5 deep.*4 heads"),
         ({"method": "medusa", "model": "/nowhere"}, {}, "/nowhere"),
+        (speculative(heads="/other"), {}, "'heads' is '/other'.*give it once"),
+        (speculative(draft_vocab_size=0), {}, "'draft_vocab_size'.*greater than or equal to 1"),
+        (speculative(tree=""), {}, "empty text"),
+        (speculative(tree='{"a": 1}'), {}, "a tree is a list of paths"),
     ],
 )
 def test_contradictions_and_mistakes_are_named(
@@ -102,6 +106,47 @@ def test_contradictions_and_mistakes_are_named(
     args = engine_args(speculative_config=config, additional_config={"medusa": additional})
     with pytest.raises(ValueError, match=message):
         translate.translate_engine_args(args)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"spec_tokens": 9, "speculative_config": speculative(num_speculative_tokens=4)}, "once"),
+        ({"spec_model": "/other", "speculative_config": speculative()}, "'model' is.*give it once"),
+        ({"additional_config": {"medusa": {"heads": HEADS}}}, "is not on"),
+        (
+            {"speculative_config": {"method": "custom_class", "model": translate.PROPOSER}},
+            "use {'method': 'medusa'",
+        ),
+    ],
+)
+def test_options_that_would_be_overruled_or_ignored(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(MedusaConfigError, match=message):
+        translate.translate_engine_args(engine_args(**options))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"draft_vocab_size": 99999}, "99999.*rank 16384"),
+        ({"draft_vocab_size": 2, "tree": [[0], [1], [2]]}, "up to rank 2.*offers only 2"),
+    ],
+)
+def test_draft_vocabulary_is_checked_before_weights(options: dict[str, Any], message: str) -> None:
+    args = engine_args(speculative_config=speculative(**options), max_model_len=512)
+    with pytest.raises(MedusaConfigError, match=message):
+        args.create_engine_config()
+
+
+def test_heads_that_vllm_recognises_by_itself_need_the_method(tmp_path: Path) -> None:
+    """Otherwise vLLM 0.32 would run its own top-1 chain in silence."""
+    config = {"model_type": "medusa", "hidden_size": 576, "vocab_size": 49152, "num_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    args = engine_args(
+        speculative_config={"model": str(tmp_path), "num_speculative_tokens": 4}, max_model_len=512
+    )
+    with pytest.raises(MedusaConfigError, match="add 'method': 'medusa'"):
+        args.create_engine_config()
 
 
 def test_no_heads_anywhere(tmp_path: Path) -> None:
@@ -120,6 +165,7 @@ def test_another_worker_class_is_refused() -> None:
     [
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
         ({"tensor_parallel_size": 3}, "tensor_parallel_size=3"),
+        ({"data_parallel_size": 2}, "data_parallel_size=2"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype=fp8"),
         ({"kv_cache_dtype": "float16"}, "kv_cache_dtype=float16.*bfloat16"),
         ({"enable_prompt_embeds": True}, "prompt embeddings"),
@@ -180,10 +226,11 @@ def test_flags() -> None:
     )  # fmt: skip
     assert args.speculative_config == {
         "method": "medusa",
-        "model": HEADS,
+        "heads": HEADS,
         "num_speculative_tokens": 9,
+        "tree": "[[0]]",
+        "draft_vocab_size": 4096,
     }
-    assert args.additional_config == {"medusa": {"tree": "[[0]]", "draft_vocab_size": 4096}}
 
 
 def test_flags_not_given_leave_no_trace() -> None:
