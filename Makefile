@@ -44,4 +44,4 @@ format: $(READY) ## Format the sources
 	$(BIN)/ruff check --fix .
 
 clean: ## Remove the environment and everything built
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) build *.egg-info requirements/vllm-shim/build requirements/vllm-shim/*.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -77,6 +77,7 @@ def ensure_embedded_model(progress: bool = True) -> Path:
         EmbeddedModelError: the package is missing or changed, or the cache cannot be written.
     """
     from filelock import FileLock
+    from safetensors import SafetensorError
 
     target = embedded_model_path()
     try:
@@ -84,7 +85,7 @@ def ensure_embedded_model(progress: bool = True) -> Path:
         with FileLock(str(target) + ".lock"):
             if not _is_intact(target):
                 _build(target, progress)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # the latter wraps a full disk
         raise EmbeddedModelError(
             f"cannot write the embedded model to {target}: {error}. It needs 300 MB; set "
             "MEDUSA_CACHE to another directory"

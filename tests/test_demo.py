@@ -84,3 +84,23 @@ def test_a_killed_engine_is_noticed(tmp_path: Path) -> None:
         engine._process.kill()
         with pytest.raises(EngineProcessError, match="exit code -9"):
             engine.wait_until_ready()
+
+
+def test_an_engine_killed_between_questions_is_noticed(tmp_path: Path) -> None:
+    with OfflineEngine(EngineSettings({"model": str(tmp_path)})) as engine:
+        engine._process.kill()
+        engine._process.join()  # now the pipe refuses the question itself
+        with pytest.raises(EngineProcessError, match="exit code -9"):
+            engine.ask([{"role": "user", "content": "Hello"}], 4)
+
+
+@pytest.mark.parametrize("name", ["", "file/result.json"])
+def test_json_that_cannot_be_written_fails_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(demo, "_timed_part", lambda *_: pytest.fail("started the engines"))
+    (tmp_path / "file").write_text("")
+    result = CliRunner().invoke(app, ["demo", "--json", str(tmp_path / name)])
+    assert result.exit_code == 2
+    assert isinstance(result.exception, SystemExit), "a traceback"
+    assert "irectory" in result.output

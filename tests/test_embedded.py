@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from medusa_plugin import embedded
 
@@ -86,6 +87,47 @@ def test_interrupted_write_leaves_nothing_that_looks_complete(
     built = embedded.ensure_embedded_model(progress=False)
     assert embedded._is_intact(built)
     assert not list(target.parent.glob(f".{target.name}.*")), "left-overs stay"
+
+
+def _ensure(cache: str) -> None:
+    os.environ["MEDUSA_CACHE"] = cache
+    embedded.ensure_embedded_model(progress=False)
+
+
+def test_damaged_model_is_rebuilt_by_whoever_is_first(copied_cache: Path) -> None:
+    weights = copied_cache / "model.safetensors"
+    digest = embedded._sha256(weights)
+    weights.unlink()  # not written in place: it is a hard link
+    weights.write_bytes(b"damaged")
+    context = multiprocessing.get_context("spawn")
+    cache = str(copied_cache.parents[1])
+    children = [context.Process(target=_ensure, args=(cache,)) for _ in range(2)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join()
+    assert [child.exitcode for child in children] == [0, 0]
+    assert embedded._sha256(weights) == digest
+    assert embedded._is_intact(copied_cache)
+
+
+def test_failed_write_of_the_weights_names_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """safetensors reports a full disk by an error of its own, not by an OSError."""
+    import safetensors.torch
+
+    real = safetensors.torch.save_file
+
+    def fail(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
+        real(tensors, path / "not-there", metadata=metadata)
+
+    monkeypatch.setenv("MEDUSA_CACHE", str(tmp_path))
+    monkeypatch.setattr(safetensors.torch, "save_file", fail)
+    with pytest.raises(embedded.EmbeddedModelError, match=r"needs 300 MB.*MEDUSA_CACHE"):
+        embedded.ensure_embedded_model(progress=False)
+    models = embedded.embedded_model_path().parent
+    assert not list(models.glob(f".{embedded.embedded_model_path().name}.*")), "left-overs stay"
 
 
 def test_changed_source_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

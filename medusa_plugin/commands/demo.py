@@ -84,7 +84,13 @@ def demo(
         ),
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Also write the result to this file as JSON.")
+        Path | None,
+        typer.Option(
+            "--json",
+            help="Also write the result to this file as JSON.",
+            dir_okay=False,
+            writable=True,
+        ),
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")] = 128,
     repetitions: Annotated[
@@ -117,6 +123,13 @@ def demo(
     """
     console = Console()
     options = Options(max_tokens, repetitions, mode, dtype, num_speculative_tokens)
+    if json_file is not None:  # now, not after minutes of work
+        try:
+            json_file.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise typer.BadParameter(
+                f"cannot make the directory {json_file.parent}: {error}", param_hint="--json"
+            ) from None
     try:
         conversations = read_prompts(prompts) if prompts else QUESTIONS
         model = ensure_embedded_model()
@@ -129,7 +142,6 @@ def demo(
     result |= _circumstances(options)
     console.print(table(result))
     if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(json.dumps(result, indent=1) + "\n")
         console.print(f"Written to {json_file}", highlight=False)
     if not identical:
@@ -228,19 +240,18 @@ def _identity_part(
 def _start_both(
     console: Console, stack: ExitStack, model: Path, options: Options
 ) -> tuple[OfflineEngine, OfflineEngine]:
-    """Start the plain engine, then the Medusa one."""
-    engines = []
+    """Start the plain and the Medusa engine together: each compiles on about one core."""
+    engines, tasks = [], []
     with Progress(
         SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console
     ) as progress:
         for name in ("plain", "medusa"):
-            task = progress.add_task(
-                f"Starting vLLM, {name} ({options.dtype}, {options.mode})", total=1
-            )
+            description = f"Starting vLLM, {name} ({options.dtype}, {options.mode})"
+            tasks.append(progress.add_task(description, total=1))
             settings = _settings(model, options, medusa=name == "medusa")
-            engine = stack.enter_context(OfflineEngine(settings))
+            engines.append(stack.enter_context(OfflineEngine(settings)))
+        for engine, task in zip(engines, tasks, strict=True):
             engine.wait_until_ready()
-            engines.append(engine)
             progress.advance(task)
     return engines[0], engines[1]
 

@@ -101,7 +101,10 @@ class OfflineEngine:
             max_tokens: where to stop at the latest.
             on_text: called with each piece of text as it is generated.
         """
-        self._connection.send((list(messages), max_tokens))
+        try:
+            self._connection.send((list(messages), max_tokens))
+        except (BrokenPipeError, ConnectionResetError):
+            raise self._ended() from None
         return self._receive("done", None, on_text)  # type: ignore[no-any-return]
 
     def _receive(
@@ -118,17 +121,20 @@ class OfflineEngine:
                     )
                 kind, value = self._connection.recv()
             except (EOFError, ConnectionResetError):
-                self._process.join(5)
-                raise EngineProcessError(
-                    f"the engine process ended with exit code {self._process.exitcode}.\n"
-                    + self._log_tail()
-                ) from None
+                raise self._ended() from None
             if kind == "text":
                 on_text(value)
             elif kind == "error":
                 raise EngineProcessError(f"the engine failed: {value}\n{self._log_tail()}")
             elif kind == expected:
                 return value
+
+    def _ended(self) -> EngineProcessError:
+        self._process.join(5)
+        return EngineProcessError(
+            f"the engine process ended with exit code {self._process.exitcode}.\n"
+            + self._log_tail()
+        )
 
     def _log_tail(self, lines: int = 15) -> str:
         text = self._log.read_text(errors="replace") if self._log.exists() else ""
