@@ -41,7 +41,7 @@ QUESTIONS: tuple[Conversation, ...] = (
     ("What is the difference between weather and climate?",),
     ("Write a short story about a lighthouse keeper who finds a message in a bottle.",),
     ("Explain in a few sentences how a bicycle stays upright.",),
-    ("Give me a simple recipe for pancakes.",),
+    ("How do plants make their own food?",),
 )
 IDENTITY_TOKENS = 64  # float32 answers compared per turn; longer ones only cost time
 
