@@ -22,6 +22,8 @@ def tree_attention(
     *,
     scale: float,
     layout: str,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
 ) -> None:
     """Write softmax(scale * q k^T) v of every tree row into `out`.
 
@@ -29,7 +31,8 @@ def tree_attention(
     row does not see has no influence on it, whatever its cache slot holds. In loop form, for each
     tree, row, and head h:
 
-        weights = softmax(scale * [q . key(p, h // group) for p the row sees])
+        logits = scale * [q . key(p, h // group) for p the row sees]
+        weights = softmax(logits), or softmax(softcap * tanh(logits / softcap))
         out[query_start + row, h] = sum of weights * value(p, h // group)
 
     with group = num_heads / kv_heads, sums and softmax in float32.
@@ -40,6 +43,9 @@ def tree_attention(
     out: like query, no overlap with the inputs. Rows of trees are written, others left alone.
     scale: factor of the logits, often head_dim ** -0.5.
     layout: name in LAYOUTS: "vec", "vec16" or "amx".
+    softcap: bound of the logits, as in Gemma 2; None: none.
+    sliding_window: each row sees at most this many positions, its own the last; None: all. A row's
+        position is context_len + its depth in the tree.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, stride, device or range, and
     RuntimeError when the kernel has to be compiled and can't be.
@@ -53,17 +59,21 @@ def tree_attention(
     if query.shape != out.shape:
         raise ValueError(f"query is {list(query.shape)} but out is {list(out.shape)}")
     num_tokens, num_heads, _ = query.shape
-    if num_heads == 0 or num_heads % kv_heads:
+    if not kv_heads or not num_heads or num_heads % kv_heads:
         raise ValueError(f"{num_heads} query heads do not divide among {kv_heads} KV heads")
     if not math.isfinite(scale):
         raise ValueError(f"scale must be finite, got {scale}")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap must be positive and finite, or None, got {softcap}")
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"sliding_window must be at least 1, or None, got {sliding_window}")
     if batch.query_end > num_tokens:
         raise ValueError(f"trees reach query row {batch.query_end - 1} of {num_tokens} rows")
     batch.check_blocks(num_blocks, block_size)
     if not len(batch):
         return
     group = num_heads // kv_heads
-    plan = batch.plan(kv_heads, group, head_dim, torch.get_num_threads())
+    plan = batch.plan(kv_heads, group, head_dim, torch.get_num_threads(), sliding_window)
     kernel(spec)(
         query.data_ptr(),
         query.stride(0),
@@ -75,7 +85,8 @@ def tree_attention(
         kv_heads,
         block_size,
         group,
-        scale * _LOG2_E,
+        scale / softcap if softcap else scale * _LOG2_E,
+        softcap * _LOG2_E if softcap else 0.0,
         *plan.arguments,
     )
 

@@ -22,8 +22,6 @@ from tvm_ops.artifact import PACKAGE, KernelSpec, artifact_path, host_target
 
 logger = logging.getLogger(__name__)
 
-_WIDE = "x86-64-v4"  # the level with 32 registers of 16 floats
-
 
 def compile_missing(specs: Sequence[KernelSpec]) -> list[Path]:
     """Compile those of `specs` that the kernel cache lacks; return the paths of all.
@@ -87,20 +85,13 @@ def _build(spec: KernelSpec, path: Path) -> None:
 
 def _kernel(spec: KernelSpec) -> Any:
     from tvm_ops.kernels.compact_kv import compact_kv_kernel
-    from tvm_ops.kernels.tree_attention import Tile, tree_attention_kernel
+    from tvm_ops.kernels.schedules import schedule_for
+    from tvm_ops.kernels.tree_attention import tree_attention_kernel
 
     if spec.op == "compact_kv":
         return compact_kv_kernel(spec.memory, spec.dtype)
-    if host_target()["mcpu"] == _WIDE:
-        tile = Tile(rows=8, tokens=32, dims=_dims_per_block(spec.head_dim, limit=32))
-    else:
-        tile = Tile(rows=4, tokens=16, dims=16)
-    return tree_attention_kernel(spec.memory, spec.dtype, spec.head_dim, tile)
-
-
-def _dims_per_block(head_dim: int, limit: int) -> int:
-    """Largest multiple of 16 up to `limit` that divides head_dim."""
-    return max(n for n in range(16, limit + 1, 16) if head_dim % n == 0)
+    schedule = schedule_for(host_target()["mcpu"])
+    return tree_attention_kernel(spec.memory, spec.dtype, spec.head_dim, schedule)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -78,7 +78,8 @@ static _Thread_local Slot slots[SLOTS];
 void *tvm_ops_alloc(int device, int device_id, uint64_t size, int type_code, int type_bits) {
   Slot *best = NULL;
   (void)device, (void)device_id, (void)type_code, (void)type_bits;
-  size = (size + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+  /* Null means failure, so even an empty block has an address. */
+  size = size ? (size + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT : ALIGNMENT;
   for (int i = 0; i < SLOTS; i++) {
     if (slots[i].used) continue;
     if (slots[i].size == size) {
@@ -89,7 +90,7 @@ void *tvm_ops_alloc(int device, int device_id, uint64_t size, int type_code, int
   }
   if (!best) return NULL;
   free(best->data);
-  best->data = size ? aligned_alloc(ALIGNMENT, size) : NULL;
+  best->data = aligned_alloc(ALIGNMENT, size);
   best->size = best->data ? size : 0;
   best->used = best->data != NULL;
   return best->data;

@@ -19,6 +19,8 @@ def tree_attention_reference(
     *,
     scale: float,
     layout: str,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
     compute_dtype: torch.dtype = torch.float32,
 ) -> None:
     """Twin of tree_attention: same arguments and result, `compute_dtype` throughout.
@@ -34,11 +36,19 @@ def tree_attention_reference(
         block = batch.block_table[t, position // block_size].long()
         keys, values = read_rows(kv_cache, layout, block * block_size + position % block_size)
         keys, values = keys.to(compute_dtype), values.to(compute_dtype)
-        node = position - context
-        bits = (batch.ancestor_masks[t, :rows, None] >> node.clamp(min=0)) & 1
-        seen = (node < 0) | (bits == 1)  # [rows, positions]
+        seen = torch.ones(rows, context + rows, dtype=torch.bool)
+        for row in range(rows):
+            words = batch.ancestor_masks[t, row].tolist()
+            tree = [words[j // 64] >> j % 64 & 1 == 1 for j in range(rows)]
+            seen[row, context:] = torch.tensor(tree)
+        if sliding_window is not None:
+            depth = seen[:, context:].sum(-1) - 1
+            place = torch.cat([position[:context], context + depth])
+            seen &= place > (context + depth)[:, None] - sliding_window
         q = query[start : start + rows].to(compute_dtype).view(rows, kv_heads, group, -1)
         logits = torch.einsum("rhgd,phd->hgrp", q, keys) * scale
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
         weights = torch.softmax(logits.masked_fill(~seen, -torch.inf), dim=-1)
         result = torch.einsum("hgrp,phd->rhgd", weights, values)
         out[start : start + rows] = result.flatten(1, 2).to(out.dtype)

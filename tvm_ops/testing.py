@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tvm_ops.layouts import cache_shape, write_rows
 from tvm_ops.reference import tree_attention_reference
-from tvm_ops.tree_batch import MAX_TREE_ROWS, TreeBatch
+from tvm_ops.tree_batch import WORD_BITS, TreeBatch
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,36 +24,50 @@ class AttentionCase:
     batch: TreeBatch
     scale: float
     layout: str
+    softcap: float | None = None
+    sliding_window: int | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of tree_attention."""
+        names = ("scale", "layout", "softcap", "sliding_window")
+        return {name: getattr(self, name) for name in names}
 
     def run(self, op: Callable[..., None]) -> Tensor:
         """Call `op` on a copy of out; return that copy."""
         out = self.out.clone()
-        op(self.query, self.kv_cache, out, self.batch, scale=self.scale, layout=self.layout)
+        op(self.query, self.kv_cache, out, self.batch, **self.options)
         return out
 
 
 def random_masks(lens: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Ancestor masks int64 [T, 64] of random trees with these row counts, parents first."""
-    masks = torch.zeros(len(lens), MAX_TREE_ROWS, dtype=torch.int64)
-    for t, length in enumerate(lens):
+    """Ancestor masks int64 [T, R, W] of random trees with these row counts, parents first."""
+    trees = []
+    for length in lens:
         seen: list[int] = []
         for row in range(length):
             parent = int(torch.randint(row, (1,), generator=generator)) if row else -1
             seen.append((seen[parent] if row else 0) | 1 << row)
-        masks[t, :length] = _signed(seen)
-    return masks
+        trees.append(seen)
+    return pack_masks(trees)
 
 
 def chain_masks(lens: Sequence[int]) -> Tensor:
-    """Masks int64 [T, 64] of chains: each row sees all before it, as causal attention does."""
-    masks = torch.zeros(len(lens), MAX_TREE_ROWS, dtype=torch.int64)
-    for t, length in enumerate(lens):
-        masks[t, :length] = _signed([(1 << row + 1) - 1 for row in range(length)])
+    """Masks int64 [T, R, W] of chains: each row sees all before it, as causal attention does."""
+    return pack_masks([[(1 << row + 1) - 1 for row in range(length)] for length in lens])
+
+
+def pack_masks(trees: Sequence[Sequence[int]]) -> Tensor:
+    """int64 [T, R, W] of each row's mask as a Python int, R the longest tree's rows."""
+    rows = max(map(len, trees), default=1)
+    words = -(-rows // WORD_BITS)
+    masks = torch.zeros(len(trees), rows, words, dtype=torch.int64)
+    for t, tree in enumerate(trees):
+        for r, mask in enumerate(tree):
+            for w in range(words):
+                word = mask >> WORD_BITS * w & (1 << WORD_BITS) - 1
+                masks[t, r, w] = word - (1 << WORD_BITS) if word >> WORD_BITS - 1 else word
     return masks
-
-
-def _signed(words: Sequence[int]) -> Tensor:
-    return torch.tensor([w - (1 << 64) if w >> 63 else w for w in words], dtype=torch.int64)
 
 
 def make_case(
@@ -128,8 +143,7 @@ def error_and_bound(case: AttentionCase, out: Tensor) -> tuple[float, float]:
             case.kv_cache,
             result,
             case.batch,
-            scale=case.scale,
-            layout=case.layout,
+            **case.options,
             compute_dtype=dtype,
         )
     exact, plain, out = exact[mine], plain[mine].double(), out[mine].double()

@@ -9,11 +9,14 @@ import torch
 import tvm_ffi
 from torch import Tensor
 
-MAX_TREE_ROWS = 64  # an ancestor mask is one 64-bit word
-# Shared with kernels/tree_attention.py, which can't be imported without TVM; a test compares them.
+MAX_TREE_ROWS = 256
+WORD_BITS = 64  # of an ancestor mask
+MAX_POSITIONS = 1 << 30  # of a sequence: the kernels count in int32
+# Shared with kernels/, which can't be imported without TVM; a test compares them.
 ITEM_ROWS = 64
 KEY_TILE = 64
 _SHARES_PER_THREAD = 3  # how finely keys are split when there are too few items
+_PARALLEL_MERGE = 1 << 16  # partial sums (floats) from which merging them pays a parallel loop
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,10 +29,11 @@ class TreeBatch:
     One batch must not be used by two threads at once.
 
     query_start: int32 [T], first row of each tree.
-    query_len: int32 [T], rows of each tree, root included, 1 to 64.
+    query_len: int32 [T], rows of each tree, root included, 1 to 256.
     context_len: int32 [T], committed tokens before the root row, at least 0.
-    ancestor_masks: int64 [T, 64], contiguous; bit j of [t, r] set if row r of tree t sees row j.
-        Each row sees itself. Entries and bits at or beyond query_len are ignored.
+    ancestor_masks: int64 [T, R, W], contiguous, R at least the largest query_len, W = ceil(R / 64)
+        words a row: bit j % 64 of [t, r, j // 64] set if row r of tree t sees row j. Each row sees
+        itself. Entries and bits at or beyond query_len are ignored.
     block_table: int32 [T, max_blocks], last dimension contiguous, any row stride: the cache blocks
         of each tree's sequence, in order. Entries beyond its last token are ignored.
 
@@ -46,11 +50,12 @@ class TreeBatch:
 
     def __post_init__(self) -> None:
         num_trees = len(self.query_start) if self.query_start.dim() == 1 else -1
+        rows = self.ancestor_masks.shape[1] if self.ancestor_masks.dim() == 3 else -1
         shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
             "query_start": (torch.int32, (num_trees,)),
             "query_len": (torch.int32, (num_trees,)),
             "context_len": (torch.int32, (num_trees,)),
-            "ancestor_masks": (torch.int64, (num_trees, MAX_TREE_ROWS)),
+            "ancestor_masks": (torch.int64, (num_trees, rows, -(-rows // WORD_BITS))),
         }
         for name, (dtype, shape) in shapes.items():
             _check_tensor(name, getattr(self, name), dtype, shape)
@@ -68,15 +73,20 @@ class TreeBatch:
         for t in sorted(range(num_trees), key=starts.__getitem__):
             if not 1 <= lens[t] <= MAX_TREE_ROWS:
                 raise ValueError(f"tree {t} has {lens[t]} rows, expected 1 to {MAX_TREE_ROWS}")
-            if contexts[t] < 0:
-                raise ValueError(f"tree {t} has a negative context_len {contexts[t]}")
+            if lens[t] > rows:
+                raise ValueError(f"tree {t} has {lens[t]} rows, ancestor_masks has {rows}")
+            if not 0 <= contexts[t] <= MAX_POSITIONS:
+                raise ValueError(
+                    f"tree {t} has context_len {contexts[t]}, expected 0 to {MAX_POSITIONS}"
+                )
             if starts[t] < end:
                 raise ValueError(
                     f"tree {t} starts at query row {starts[t]}, which is negative or inside another"
                 )
             end = starts[t] + lens[t]
-        row = torch.arange(MAX_TREE_ROWS)
-        blind = ((self.ancestor_masks >> row) & 1 == 0) & (row < self.query_len[:, None])
+        row = torch.arange(rows)
+        own = self.ancestor_masks[:, row, row // WORD_BITS] >> row % WORD_BITS
+        blind = (own & 1 == 0) & (row < self.query_len[:, None])
         if blind.any():
             t, r = blind.nonzero()[0].tolist()
             raise ValueError(f"row {r} of tree {t} does not see itself: bit {r} of its mask is 0")
@@ -113,13 +123,30 @@ class TreeBatch:
             )
         self._cache[key] = True
 
-    def plan(self, kv_heads: int, group: int, head_dim: int, threads: int) -> WorkPlan:
-        """Work items for these head counts, made once per batch and argument values."""
-        key = ("plan", kv_heads, group, head_dim, threads)
+    def plan(
+        self, kv_heads: int, group: int, head_dim: int, threads: int, window: int | None = None
+    ) -> WorkPlan:
+        """Work items for these head counts, made once per batch and argument values.
+
+        window: a row sees the last `window` positions up to its own, or all if None.
+        """
+        key = ("plan", kv_heads, group, head_dim, threads, window)
         if key not in self._cache:
-            self._cache[key] = _make_plan(self, kv_heads, group, head_dim, threads)
+            self._cache[key] = _make_plan(self, kv_heads, group, head_dim, threads, window)
         found: WorkPlan = self._cache[key]
         return found
+
+    def visible(self, window: int | None) -> tuple[Tensor, Tensor]:
+        """Masks like ancestor_masks, bits beyond query_len cleared, and row starts int32 [T, R].
+
+        A row's position is context_len plus its depth, its number of ancestors. Within `window`
+        positions up to its own, it sees committed tokens from its row start on, and masked rows.
+        """
+        key = ("visible", window)
+        if key not in self._cache:
+            self._cache[key] = _visible(self, window)
+        masks, starts = self._cache[key]
+        return masks, starts
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,10 +154,12 @@ class WorkPlan:
     """What the kernel's parallel loops run over, costly items first.
 
     items: int32 [N, 8]: tree, KV head, first row, rows, first key, one past the last key, partial
-        result's index or -1, unused. Rows count tree row x head of the group.
+        result's index or -1, largest row start of the tree. Rows count tree row x head of the
+        group.
     merges: int32 [M, 8]: tree, KV head, first row, rows, first partial result, how many, unused.
-    arguments: the kernel's tensor arguments, converted once for tvm-ffi: items, merges, the batch's
-        five, and the scratch of split items, float32 [P, 64, head_dim] and [P, 64, 2].
+    arguments: the kernel's last arguments, tensors converted once for tvm-ffi: items, merges, the
+        batch's six, the scratch of split items, float32 [P, 64, head_dim] and [P, 64, 2], and
+        whether to merge in parallel.
     """
 
     items: Tensor
@@ -138,29 +167,61 @@ class WorkPlan:
     arguments: tuple[Any, ...]
 
 
+def _bits(masks: Tensor, rows: int) -> Tensor:
+    """bool [T, R, rows]: masks [T, R, W] unpacked."""
+    row = torch.arange(rows)
+    return (masks[:, :, row // WORD_BITS] >> row % WORD_BITS) & 1 == 1
+
+
+def _visible(batch: TreeBatch, window: int | None) -> tuple[Tensor, Tensor]:
+    masks = batch.ancestor_masks
+    rows, words = masks.shape[1:]
+    count = batch.query_len[:, None]
+    if window is None:
+        inside = (count - WORD_BITS * torch.arange(words)).clamp(0, WORD_BITS)
+        full = torch.where(inside == WORD_BITS, -1, (1 << inside % WORD_BITS) - 1)
+        starts = torch.zeros(masks.shape[:2], dtype=torch.int32)
+        return masks & full[:, None].long(), starts
+    seen = _bits(masks, rows) & (torch.arange(rows) < count)[:, None]
+    depth = seen.sum(-1) - 1
+    seen &= depth[:, None] > depth[:, :, None] - window
+    padded = torch.nn.functional.pad(seen, (0, words * WORD_BITS - rows))
+    weights = torch.tensor([1 << bit for bit in range(WORD_BITS - 1)] + [-(1 << 63)])
+    starts = (batch.context_len[:, None] + depth - window + 1).clamp(min=0)
+    # Entries of no row must not narrow what others see.
+    starts = starts.where(torch.arange(rows) < count, 0)
+    packed = (padded.view(*masks.shape, WORD_BITS) * weights).sum(-1)
+    return packed, starts.minimum(batch.context_len[:, None]).int()
+
+
 def _make_plan(
-    batch: TreeBatch, kv_heads: int, group: int, head_dim: int, threads: int
+    batch: TreeBatch, kv_heads: int, group: int, head_dim: int, threads: int, window: int | None
 ) -> WorkPlan:
-    chunks = []  # (cost, tree, first row, rows, keys) for one KV head
+    masks, starts = batch.visible(window)
+    chunks = []  # (cost, tree, first row, rows, first key, keys) for one KV head
     _, lens, contexts = batch._lengths
+    last_start = starts.amax(1).tolist() if window is not None else [0] * len(lens)
     for t, (length, context) in enumerate(zip(lens, contexts, strict=True)):
         keys = context + length
+        begin = int(starts[t, :length].min()) // KEY_TILE * KEY_TILE if window is not None else 0
         for first in range(0, length * group, ITEM_ROWS):
             rows = min(ITEM_ROWS, length * group - first)
-            chunks.append((-(-keys // KEY_TILE) * (8 + rows), t, first, rows, keys))
+            chunks.append((-(-(keys - begin) // KEY_TILE) * (8 + rows), t, first, rows, begin))
     chunks.sort(reverse=True)
     total = kv_heads * sum(chunk[0] for chunk in chunks)
     share = max(1, -(-total // (_SHARES_PER_THREAD * threads)))
     items, merges, partials = [], [], 0
-    for cost, t, first, rows, keys in chunks:
-        tiles = -(-keys // KEY_TILE)
+    for cost, t, first, rows, begin in chunks:
+        keys = contexts[t] + lens[t]
+        tiles = -(-(keys - begin) // KEY_TILE)
         splits = 1 if threads == 1 else min(tiles, -(-cost // share))
         per_split = -(-tiles // splits) * KEY_TILE
-        splits = -(-keys // per_split)
+        splits = -(-(keys - begin) // per_split)
         for s in range(splits):
-            begin = s * per_split
+            start = begin + s * per_split
             where = partials + s if splits > 1 else -1
-            items.append([t, 0, first, rows, begin, min(keys, begin + per_split), where, 0])
+            end = min(keys, start + per_split)
+            items.append([t, 0, first, rows, start, end, where, last_start[t]])
         if splits > 1:
             merges.append([t, 0, first, rows, partials, splits, 0, 0])
             partials += splits
@@ -172,12 +233,16 @@ def _make_plan(
         batch.query_start,
         batch.query_len,
         batch.context_len,
-        batch.ancestor_masks,
+        masks,
+        starts,
         batch.block_table,
         torch.empty(partials * kv_heads, ITEM_ROWS, head_dim),
         torch.empty(partials * kv_heads, ITEM_ROWS, 2),
     )
-    return WorkPlan(item_table, merge_table, tuple(map(tvm_ffi.from_dlpack, tensors)))
+    merge_work = int((merge_table[:, 3] * merge_table[:, 5]).sum()) * head_dim
+    parallel_merge = int(threads > 1 and merge_work >= _PARALLEL_MERGE)
+    arguments = (*map(tvm_ffi.from_dlpack, tensors), parallel_merge)
+    return WorkPlan(item_table, merge_table, arguments)
 
 
 def _for_all_heads(rows: list[list[int]], kv_heads: int, column: int, partials: int) -> Tensor:

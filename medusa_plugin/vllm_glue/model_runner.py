@@ -152,7 +152,7 @@ class MedusaCPUModelRunner(CPUModelRunner):
                 query_start=torch.from_numpy(granted.root_rows[branching].astype(np.int32)),
                 query_len=torch.tensor([t.num_rows for t in topologies], dtype=torch.int32),
                 context_len=torch.from_numpy(granted.root_positions[branching].astype(np.int32)),
-                ancestor_masks=torch.stack([t.mask_tensor for t in topologies]),
+                ancestor_masks=torch.stack([t.mask_tensor for t in topologies]).unsqueeze(-1),
                 block_table=metadata.block_table[branching],
             )
             builder.attach_trees(

@@ -67,6 +67,61 @@ def test_context_lengths(context, threads):
     check(make_case(layout="vec", dtype=torch.float32, head_dim=64, lens=[9], contexts=[context]))
 
 
+@pytest.mark.parametrize("rows", [65, 127, 128, 129, 200, 256])
+def test_masks_of_several_words(rows, threads):
+    # Every place of a 16-key unit relative to a mask word's border occurs over these contexts.
+    lens, contexts = [rows, 3, 64, rows - 1], [rows % 16, 61, 7, 130]
+    check(make_case(layout="vec", dtype=torch.float32, head_dim=16, lens=lens, contexts=contexts))
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 16, 63, 64, 65, 200, 5000])
+@pytest.mark.parametrize("layout, dtype", [("vec", torch.float32), ("amx", torch.bfloat16)])
+def test_sliding_window(layout, dtype, window, threads):
+    # Windows shorter than a tree's depth hide ancestors; others end inside a tile, or see all.
+    lens, contexts = [1, 5, 64, 16, 100], [0, 100, 63, 1000, 200]
+    case = make_case(layout=layout, dtype=dtype, head_dim=64, lens=lens, contexts=contexts)
+    check(dataclasses.replace(case, sliding_window=window))
+    chain = make_case(
+        layout=layout,
+        dtype=dtype,
+        head_dim=64,
+        lens=lens,
+        contexts=contexts,
+        masks=chain_masks(lens),
+    )
+    check(dataclasses.replace(chain, sliding_window=window))
+
+
+def test_window_counts_positions_not_slots():
+    # Written apart from our reference. Rows 1 and 2 are siblings at one position: a window of 2
+    # shows each its parent, whatever lies between them in the cache.
+    masks = torch.tensor([0b001, 0b011, 0b101]).view(1, 3, 1)
+    case = make_case(
+        layout="vec",
+        dtype=torch.float32,
+        head_dim=16,
+        lens=[3],
+        contexts=[4],
+        kv_heads=1,
+        group=1,
+        masks=masks,
+    )
+    out = dataclasses.replace(case, sliding_window=2).run(tree_attention)
+    slots = case.batch.block_table[0, 0].long() * 32 + torch.arange(7)
+    keys, values = read_rows(case.kv_cache, "vec", slots)
+    for row, seen in enumerate([[3, 4], [4, 5], [4, 6]]):
+        weights = torch.softmax(keys[seen, 0] @ case.query[1 + row, 0] * case.scale, 0)
+        torch.testing.assert_close(out[1 + row, 0], weights @ values[seen, 0])
+
+
+@pytest.mark.parametrize("cap", [0.5, 5.0, 50.0])
+def test_softcap(cap, threads):
+    # Logits of both parts of our tanh: near 0, and far beyond the cap.
+    case = make_case(layout="vec", dtype=torch.float32, head_dim=64, **RAGGED)
+    check(dataclasses.replace(case, softcap=cap, scale=1.0))
+    check(dataclasses.replace(case, softcap=cap, sliding_window=33))
+
+
 def test_chain_equals_causal_attention():
     # Written apart from our reference, so that both can't share a mistake about positions.
     case = make_case(
@@ -93,8 +148,8 @@ def test_chain_equals_causal_attention():
 @pytest.mark.parametrize("layout, dtype", [("vec", torch.float32), ("amx", torch.bfloat16)])
 def test_unseen_row_has_no_influence(layout, dtype, poison, threads):
     # Row 2's own key and value are poisoned. Row 3 is its child, rows 0, 1 and 4 don't see it.
-    masks = torch.zeros(1, 64, dtype=torch.int64)
-    masks[0, :5] = torch.tensor([0b00001, 0b00011, 0b00101, 0b01101, 0b10011])
+    masks = torch.zeros(1, 5, 1, dtype=torch.int64)
+    masks[0, :, 0] = torch.tensor([0b00001, 0b00011, 0b00101, 0b01101, 0b10011])
     case = make_case(layout=layout, dtype=dtype, head_dim=64, lens=[5], contexts=[70], masks=masks)
     clean = case.run(tree_attention)
     slot = case.batch.block_table[0, 72 // 32].long().view(1) * 32 + 72 % 32
@@ -162,12 +217,16 @@ WRONG = {
     "out shape": (ValueError, "but out is", lambda c: {"out": c.out[:-1]}),
     "heads": (ValueError, "divide", lambda c: {"query": c.query[:, :5], "out": c.out[:, :5]}),
     "cache stride": (ValueError, "contiguous", lambda c: {"kv_cache": c.kv_cache[:, :1]}),
+    "softcap": (ValueError, "softcap must be positive", lambda c: {"softcap": 0.0}),
+    "window": (ValueError, "sliding_window must be", lambda c: {"sliding_window": 0}),
+    "no KV heads": (ValueError, "divide", lambda c: {"kv_cache": c.kv_cache[:, :0]}),
+    "context overflow": (ValueError, "context_len", lambda c: {"context_len": int32(2**31 - 9)}),
     "scale": (ValueError, "finite", lambda c: {"scale": float("nan")}),
     "start": (ValueError, "reach query row", lambda c: {"query_start": int32(4)}),
     "negative start": (ValueError, "starts at", lambda c: {"query_start": int32(-1)}),
-    "no rows": (ValueError, "1 to 64", lambda c: {"query_len": int32(0)}),
-    "too many rows": (ValueError, "1 to 64", lambda c: {"query_len": int32(65)}),
-    "negative context": (ValueError, "negative", lambda c: {"context_len": int32(-1)}),
+    "no rows": (ValueError, "1 to 256", lambda c: {"query_len": int32(0)}),
+    "too many rows": (ValueError, "1 to 256", lambda c: {"query_len": int32(257)}),
+    "negative context": (ValueError, "context_len -1", lambda c: {"context_len": int32(-1)}),
     "long context": (ValueError, "columns", lambda c: {"context_len": int32(4000)}),
     "table dtype": (
         TypeError,
@@ -181,12 +240,12 @@ WRONG = {
     "mask shape": (
         ValueError,
         "ancestor_masks",
-        lambda c: {"ancestor_masks": c.batch.ancestor_masks[:, :4]},
+        lambda c: {"ancestor_masks": c.batch.ancestor_masks[..., 0]},
     ),
     "blind row": (
         ValueError,
         "does not see itself",
-        lambda c: {"ancestor_masks": torch.zeros(1, 64, dtype=torch.int64)},
+        lambda c: {"ancestor_masks": torch.zeros(1, 4, 1, dtype=torch.int64)},
     ),
 }
 

@@ -1,9 +1,9 @@
 """Tree attention for CPU vector units, over the paged cache layouts "vec" and "amx".
 
 One work item is one tree, one KV head, one run of at most ITEM_ROWS query rows (tree row x head
-of the group) and one run of keys. Its keys are visited in tiles. A tile is unpacked once to
-float32 (keys [dim][token], values [token][dim]) and then serves all rows of the item, `rows`
-of them at a time in registers, with an online softmax (Milakov & Gimelshein, arXiv:1805.02867).
+of the group) and one run of keys. Its keys are visited in tiles that serve all rows of the item,
+a register block at a time, with an online softmax (Milakov & Gimelshein, arXiv:1805.02867). Keys
+are read where they are, unless converting them once for many rows is cheaper.
 
 Before: items, merges and addresses were checked by the caller; nothing is checked here.
 After: out holds the rows of every item; an item whose keys were split leaves its unnormalised
@@ -14,52 +14,78 @@ from dataclasses import dataclass
 
 from tvm.script import tirx as T
 
+from tvm_ops.kernels.merge import ITEM_ROWS, merge_op, row_start
+from tvm_ops.kernels.tile_ops import (
+    KEY_TILE,
+    UNITS,
+    Tile,
+    cap_scores,
+    mask_scores,
+    score_op,
+    softmax_op,
+    unpack_op,
+    weigh_op,
+)
 from tvm_ops.kernels.vector_math import (
     INFINITY_BITS,
     LANES,
     LOWEST,
     STORAGE_DTYPES,
-    add_weighted,
-    exp2,
     from_float32,
-    high_bfloat16,
-    low_bfloat16,
     magnitude,
-    sees,
     to_float32,
 )
 
 # ruff: noqa: B023 (the inlined functions are expanded inside the loop whose variables they use)
-ITEM_ROWS = 64  # rows of an item: bounds its scratch
-KEY_TILE = 64  # keys unpacked at a time; items begin at multiples of it
+_BLOCKS = ("main", "few", "one")
 
 
 @dataclass(frozen=True)
-class Tile:
-    """Register blocks: `rows` query rows by `tokens` keys (scores) or `dims` dimensions (sums)."""
+class Schedule:
+    """How a target runs the kernel.
 
-    rows: int
-    tokens: int
-    dims: int
+    main: register block for most rows. few: for the last few.rows rows of an item or less.
+    one: for a single row. unpack_rows: items with more rows convert 16-bit keys first.
+    """
+
+    main: Tile
+    few: Tile
+    one: Tile
+    unpack_rows: int
 
 
-def row_start(first_token, head, row, group, row_stride, head_stride):
-    """Offset of a row that counts tree row x head of the group, in query or out."""
-    token = T.cast(first_token + row // group, "int64")
-    return token * row_stride + T.cast(head * group + row % group, "int64") * head_stride
+class BlockOps:
+    """The pieces of tile_ops for one register block."""
+
+    def __init__(self, tile: Tile, dtype: str, head_dim: int, packed: bool) -> None:
+        self.rows = tile.rows
+        self.chunk = min(tile.dims, head_dim)
+        self.rest = head_dim % self.chunk
+        self.score = score_op(tile, dtype, head_dim, packed)
+        self.weigh = weigh_op(tile.rows, self.chunk, dtype, head_dim, packed, False)
+        self.weigh_rest = weigh_op(tile.rows, self.rest or LANES, dtype, head_dim, packed, False)
+        self.weigh_carefully = weigh_op(1, LANES, dtype, head_dim, packed, True)
 
 
-def tree_attention_kernel(layout: str, dtype: str, head_dim: int, tile: Tile):
-    """TVM function for one layout ("vec" or "amx"), element type, head_dim and register block."""
+def tree_attention_kernel(layout: str, dtype: str, head_dim: int, schedule: Schedule):
+    """TVM function for one layout ("vec" or "amx"), element type, head_dim and schedule."""
     amx = layout == "amx"
     stored = STORAGE_DTYPES[dtype]
     cache_dtype = "uint32" if amx else stored
-    m, tile_tokens, d = tile.rows, KEY_TILE, head_dim
-    units = tile_tokens // LANES
-    block, block_units, chunk = tile.tokens, tile.tokens // LANES, tile.dims
+    d = head_dim
     flat = T.int64(1 << 46)
     size = 4 if stored == "float32" else 2
     cache_size = 4 if amx else size
+    direct, packed = (
+        {name: BlockOps(getattr(schedule, name), dtype, d, is_packed) for name in _BLOCKS}
+        for is_packed in (False, True)
+    )
+    # Keys in layout "amx" are always converted, float32 never.
+    unpack_rows = 0 if amx else schedule.unpack_rows if size == 2 else 1 << 30
+    scratch = LANES if unpack_rows > ITEM_ROWS else KEY_TILE * d
+    unpack, softmax, merge = unpack_op(amx, dtype, d), softmax_op(dtype), merge_op(dtype, d)
+    main_rows, few_rows = schedule.main.rows, schedule.few.rows
+    padded_rows = ITEM_ROWS + main_rows
 
     @T.prim_func
     def tree_attention(
@@ -74,20 +100,25 @@ def tree_attention_kernel(layout: str, dtype: str, head_dim: int, tile: Tile):
         block_size: T.int32,
         group: T.int32,
         scale: T.float32,
+        softcap: T.float32,
         items_h: T.handle,
         merges_h: T.handle,
         query_start_h: T.handle,
         query_len_h: T.handle,
         context_len_h: T.handle,
         masks_h: T.handle,
+        row_starts_h: T.handle,
         block_table_h: T.handle,
         partial_sum_h: T.handle,
         partial_stat_h: T.handle,
+        parallel_merge: T.int32,
     ):
         T.func_attr({"tirx.noalias": True})
         num_items = T.int64()
         num_merges = T.int64()
         num_trees = T.int64()
+        mask_rows = T.int64()
+        words = T.int64()
         table_width = T.int64()
         table_stride = T.int64()
         num_partials = T.int64()
@@ -96,7 +127,8 @@ def tree_attention_kernel(layout: str, dtype: str, head_dim: int, tile: Tile):
         query_start = T.match_buffer(query_start_h, (num_trees,), "int32", align=4)
         query_len = T.match_buffer(query_len_h, (num_trees,), "int32", align=4)
         context_len = T.match_buffer(context_len_h, (num_trees,), "int32", align=4)
-        masks = T.match_buffer(masks_h, (num_trees, T.int64(64)), "int64", align=8)
+        masks = T.match_buffer(masks_h, (num_trees, mask_rows, words), "int64", align=8)
+        row_starts = T.match_buffer(row_starts_h, (num_trees, mask_rows), "int32", align=4)
         table = T.match_buffer(
             block_table_h,
             (num_trees, table_width),
@@ -128,26 +160,26 @@ def tree_attention_kernel(layout: str, dtype: str, head_dim: int, tile: Tile):
             first_key: T.let[T.int32] = items[item, 4]
             last_key: T.let[T.int32] = items[item, 5]
             partial: T.let[T.int32] = items[item, 6]
+            last_start: T.let[T.int32] = items[item, 7]
             context: T.let[T.int32] = context_len[tree]
-            tree_rows: T.let[T.int32] = query_len[tree]
 
-            q = T.alloc_buffer((ITEM_ROWS * d,), "float32")
-            acc = T.alloc_buffer((ITEM_ROWS * d,), "float32")
-            row_max = T.alloc_buffer((ITEM_ROWS,), "float32")
-            row_sum = T.alloc_buffer((ITEM_ROWS * LANES,), "float32")
-            keys = T.alloc_buffer((d * tile_tokens,), "float32")
-            values = T.alloc_buffer((tile_tokens * d,), "float32")
-            scores = T.alloc_buffer((m * tile_tokens,), "float32")
-            decay = T.alloc_buffer((m,), "float32")
+            q = T.alloc_buffer((padded_rows * d,), "float32")
+            acc = T.alloc_buffer((padded_rows * d,), "float32")
+            row_max = T.alloc_buffer((padded_rows,), "float32")
+            row_sum = T.alloc_buffer((padded_rows * LANES,), "float32")
+            keys = T.alloc_buffer((scratch,), "float32")
+            values = T.alloc_buffer((scratch,), "float32")
+            scores = T.alloc_buffer((main_rows * KEY_TILE,), "float32")
+            decay = T.alloc_buffer((main_rows,), "float32")
+            key_at = T.alloc_buffer((UNITS,), "int64")
+            value_at = T.alloc_buffer((UNITS,), "int64")
 
-            for r in range((num_rows + m - 1) // m * m):
+            # Blocks of main_rows, and one smaller block if it can hold what is left.
+            num_main: T.let[T.int32] = (num_rows + main_rows - 1 - few_rows) // main_rows
+            left: T.let[T.int32] = num_rows - num_main * main_rows
+            for r in range(T.max(num_main * main_rows, num_rows + few_rows - 1)):
                 start: T.let[T.int64] = row_start(
-                    query_start[tree],
-                    head,
-                    first_row + r,
-                    group,
-                    query_row_stride,
-                    query_head_stride,
+                    token, head, first_row + r, group, query_row_stride, query_head_stride
                 )
                 for c in range(d // LANES):
                     if r < num_rows:
@@ -165,179 +197,141 @@ def tree_attention_kernel(layout: str, dtype: str, head_dim: int, tile: Tile):
                     row_sum[r * LANES + i] = T.float32(0)
 
             @T.inline
-            def unpack(first, count):
-                # Keys and values of one 16-token unit at a time: a unit never leaves its block.
-                for u in range((count + LANES - 1) // LANES):
-                    position: T.let[T.int32] = first + u * LANES
-                    offset: T.let[T.int64] = T.cast(position % block_size, "int64")
+            def attend(ops, r0, first, count, full, poisoned):
+                ops.score(q, keys, cache, key_at, scores, r0, count, block_size)
+                if softcap > T.float32(0):
+                    cap_scores(scores, ops.rows, softcap)
+                if T.Not(full):
+                    mask_scores(
+                        scores,
+                        ops.rows,
+                        first_row + r0,
+                        first,
+                        tree,
+                        group,
+                        masks,
+                        row_starts,
+                        T.cast(words, "int32"),
+                        context,
+                        query_len[tree],
+                    )
+                softmax(scores, row_max, row_sum, decay, ops.rows, r0)
+                if poisoned:
+                    for r in range(ops.rows):
+                        for c in range(d // LANES):
+                            ops.weigh_carefully(
+                                scores,
+                                values,
+                                cache,
+                                value_at,
+                                decay,
+                                acc,
+                                r0 + r,
+                                r,
+                                c * LANES,
+                                count,
+                            )
+                else:
+                    for c in range(d // ops.chunk):
+                        ops.weigh(
+                            scores,
+                            values,
+                            cache,
+                            value_at,
+                            decay,
+                            acc,
+                            r0,
+                            0,
+                            c * ops.chunk,
+                            count,
+                        )
+                    if ops.rest > 0:
+                        ops.weigh_rest(
+                            scores,
+                            values,
+                            cache,
+                            value_at,
+                            decay,
+                            acc,
+                            r0,
+                            0,
+                            d - ops.rest,
+                            count,
+                        )
+
+            @T.inline
+            def largest_value(is_packed, count, largest):
+                for j in range(count):
+                    for c in range(d // LANES):
+                        for i in T.vectorized(LANES):
+                            if is_packed:
+                                largest[i] = T.max(
+                                    largest[i], magnitude(values[j * d + c * LANES + i])
+                                )
+                            else:
+                                largest[i] = T.max(
+                                    largest[i],
+                                    magnitude(
+                                        to_float32(
+                                            cache[
+                                                value_at[j // LANES] + j % LANES * d + c * LANES + i
+                                            ],
+                                            dtype,
+                                        )
+                                    ),
+                                )
+
+            @T.inline
+            def attend_all(blocks, is_packed, first, count):
+                full: T.let[T.bool] = T.And(first + KEY_TILE <= context, first >= last_start)
+                largest = T.alloc_buffer((LANES,), "uint32")
+                for i in T.vectorized(LANES):
+                    largest[i] = T.uint32(0)
+                if T.Not(full):
+                    largest_value(is_packed, count, largest)
+                    for i in range(LANES - 1):
+                        largest[0] = T.max(largest[0], largest[i + 1])
+                poisoned: T.let[T.bool] = largest[0] >= T.uint32(INFINITY_BITS)
+                for b in range(num_main):
+                    attend(blocks["main"], b * main_rows, first, count, full, poisoned)
+                if left > 1:
+                    attend(blocks["few"], num_main * main_rows, first, count, full, poisoned)
+                if left == 1:
+                    attend(blocks["one"], num_main * main_rows, first, count, full, poisoned)
+
+            for tile_index in range((last_key - first_key + KEY_TILE - 1) // KEY_TILE):
+                first: T.let[T.int32] = first_key + tile_index * KEY_TILE
+                count: T.let[T.int32] = T.min(last_key - first, KEY_TILE)
+                # A unit of LANES tokens never leaves its block.
+                for u in range(UNITS):
+                    position: T.let[T.int32] = T.min(first + u * LANES, last_key - 1)
+                    offset: T.let[T.int64] = T.cast(position % block_size // LANES * LANES, "int64")
                     page: T.let[T.int64] = T.cast(table[tree, position // block_size], "int64")
                     base: T.let[T.int64] = (page * num_kv_heads + head) * block_size * (2 * d)
                     if amx:
-                        key_base: T.let[T.int64] = base // 2 + offset * (d // 2)
-                        value_base: T.let[T.int64] = (
-                            base // 2 + block_size * (d // 2) + offset * (LANES // 2)
-                        )
-                        for pair in range(d // 2):
-                            for i in T.vectorized(LANES):
-                                keys[(2 * pair) * tile_tokens + u * LANES + i] = low_bfloat16(
-                                    cache[key_base + pair * LANES + i]
-                                )
-                            for i in T.vectorized(LANES):
-                                keys[(2 * pair + 1) * tile_tokens + u * LANES + i] = high_bfloat16(
-                                    cache[key_base + pair * LANES + i]
-                                )
-                        for c in range(d // LANES):
-                            words: T.let[T.int64] = value_base + c * (block_size * (LANES // 2))
-                            for pair in T.unroll(LANES // 2):
-                                for i in T.vectorized(LANES):
-                                    values[(u * LANES + 2 * pair) * d + c * LANES + i] = (
-                                        low_bfloat16(cache[words + pair * LANES + i])
-                                    )
-                                for i in T.vectorized(LANES):
-                                    values[(u * LANES + 2 * pair + 1) * d + c * LANES + i] = (
-                                        high_bfloat16(cache[words + pair * LANES + i])
-                                    )
+                        key_at[u] = base // 2 + offset * (d // 2)
+                        value_at[u] = base // 2 + block_size * (d // 2) + offset * (LANES // 2)
                     else:
-                        for k in range(d):
-                            for i in T.vectorized(LANES):
-                                keys[k * tile_tokens + u * LANES + i] = to_float32(
-                                    cache[base + k * block_size + offset + i], dtype
-                                )
-                        for j in range(LANES):
-                            for c in T.unroll(d // LANES):
-                                for i in T.vectorized(LANES):
-                                    values[(u * LANES + j) * d + c * LANES + i] = to_float32(
-                                        cache[base + (block_size + offset + j) * d + c * LANES + i],
-                                        dtype,
-                                    )
-
-            @T.inline
-            def score(r0, count):
-                for n in range((count + block - 1) // block):
-                    s = T.alloc_buffer((m * block,), "float32", scope="local")
-                    for e in T.unroll(m * block_units):
-                        for i in T.vectorized(LANES):
-                            s[e * LANES + i] = T.float32(0)
-                    for k in range(d):
-                        for r in T.unroll(m):
-                            for u in T.unroll(block_units):
-                                for i in T.vectorized(LANES):
-                                    s[r * block + u * LANES + i] = (
-                                        s[r * block + u * LANES + i]
-                                        + q[(r0 + r) * d + k]
-                                        * keys[k * tile_tokens + n * block + u * LANES + i]
-                                    )
-                    for r in T.unroll(m):
-                        for u in T.unroll(block_units):
-                            for i in T.vectorized(LANES):
-                                scores[r * tile_tokens + n * block + u * LANES + i] = s[
-                                    r * block + u * LANES + i
-                                ]
-
-            @T.inline
-            def mask_scores(r0, first):
-                for r in range(m):
-                    tree_row: T.let[T.int32] = T.min((first_row + r0 + r) // group, tree_rows - 1)
-                    mask: T.let[T.int64] = masks[tree, tree_row]
-                    for u in range(units):
-                        for i in T.vectorized(LANES):
-                            scores[r * tile_tokens + u * LANES + i] = T.Select(
-                                sees(mask, first + u * LANES + i - context, tree_rows),
-                                scores[r * tile_tokens + u * LANES + i],
-                                T.float32(-float("inf")),
-                            )
-
-            @T.inline
-            def softmax(r0):
-                for r in range(m):
-                    best = T.alloc_buffer((LANES,), "float32", scope="local")
-                    for i in T.vectorized(LANES):
-                        best[i] = scores[r * tile_tokens + i]
-                    for u in T.unroll(units - 1):
-                        for i in T.vectorized(LANES):
-                            best[i] = T.max(best[i], scores[r * tile_tokens + (u + 1) * LANES + i])
-                    before: T.let[T.float32] = row_max[r0 + r]
-                    now: T.let[T.float32] = T.max(
-                        before,
-                        T.call_llvm_pure_intrin(
-                            "float32", "llvm.vector.reduce.fmax", best[T.ramp(0, 1, LANES)]
-                        ),
-                    )
-                    factor: T.let[T.float32] = exp2(before - now)
-                    row_max[r0 + r] = now
-                    decay[r] = factor
-                    for i in T.vectorized(LANES):
-                        row_sum[(r0 + r) * LANES + i] = row_sum[(r0 + r) * LANES + i] * factor
-                    for u in T.unroll(units):
-                        for i in T.vectorized(LANES):
-                            scores[r * tile_tokens + u * LANES + i] = exp2(
-                                scores[r * tile_tokens + u * LANES + i] - now
-                            )
-                        for i in T.vectorized(LANES):
-                            row_sum[(r0 + r) * LANES + i] = (
-                                row_sum[(r0 + r) * LANES + i]
-                                + scores[r * tile_tokens + u * LANES + i]
-                            )
-
-            @T.inline
-            def weigh(r0, count, masked):
-                for c in range(d // chunk):
-                    o = T.alloc_buffer((m * chunk,), "float32", scope="local")
-                    for r in T.unroll(m):
-                        for v in T.unroll(chunk // LANES):
-                            for i in T.vectorized(LANES):
-                                o[r * chunk + v * LANES + i] = T.float32(0)
-                    for j in range(count):
-                        for r in T.unroll(m):
-                            for v in T.unroll(chunk // LANES):
-                                for i in T.vectorized(LANES):
-                                    o[r * chunk + v * LANES + i] = add_weighted(
-                                        o[r * chunk + v * LANES + i],
-                                        scores[r * tile_tokens + j],
-                                        values[j * d + c * chunk + v * LANES + i],
-                                        masked,
-                                    )
-                    for r in T.unroll(m):
-                        for v in T.unroll(chunk // LANES):
-                            for i in T.vectorized(LANES):
-                                # Tile sums added up: less rounding than one long sum.
-                                acc[(r0 + r) * d + c * chunk + v * LANES + i] = (
-                                    acc[(r0 + r) * d + c * chunk + v * LANES + i] * decay[r]
-                                    + o[r * chunk + v * LANES + i]
-                                )
-
-            for tile_index in range((last_key - first_key + tile_tokens - 1) // tile_tokens):
-                first: T.let[T.int32] = first_key + tile_index * tile_tokens
-                count: T.let[T.int32] = T.min(last_key - first, tile_tokens)
-                unpack(first, count)
-                if first + tile_tokens <= context:
-                    for b in range((num_rows + m - 1) // m):
-                        score(b * m, tile_tokens)
-                        softmax(b * m)
-                        weigh(b * m, tile_tokens, False)
+                        key_at[u] = base + offset
+                        value_at[u] = base + (block_size + offset) * d
+                if amx:
+                    unpack(cache, key_at, value_at, keys, values, count, block_size)
+                    attend_all(packed, True, first, count)
                 else:
-                    largest = T.alloc_buffer((LANES,), "uint32", scope="local")
-                    for i in T.vectorized(LANES):
-                        largest[i] = T.uint32(0)
-                    for e in range(count * (d // LANES)):
-                        for i in T.vectorized(LANES):
-                            largest[i] = T.max(largest[i], magnitude(values[e * LANES + i]))
-                    for i in range(LANES - 1):
-                        largest[0] = T.max(largest[0], largest[i + 1])
-                    for b in range((num_rows + m - 1) // m):
-                        score(b * m, count)
-                        mask_scores(b * m, first)
-                        softmax(b * m)
-                        if largest[0] < T.uint32(INFINITY_BITS):
-                            weigh(b * m, count, False)
+                    if unpack_rows > ITEM_ROWS:
+                        attend_all(direct, False, first, count)
+                    else:
+                        if num_rows > unpack_rows:
+                            unpack(cache, key_at, value_at, keys, values, count, block_size)
+                            attend_all(packed, True, first, count)
                         else:
-                            weigh(b * m, count, True)
+                            attend_all(direct, False, first, count)
 
             for r in range(num_rows):
                 start: T.let[T.int64] = row_start(
                     token, head, first_row + r, group, out_row_stride, out_head_stride
                 )
-                total = T.alloc_buffer((1,), "float32", scope="local")
+                total = T.alloc_buffer((1,), "float32")
                 total[0] = T.float32(0)
                 for i in range(LANES):
                     total[0] = total[0] + row_sum[r * LANES + i]
@@ -355,41 +349,33 @@ def tree_attention_kernel(layout: str, dtype: str, head_dim: int, tile: Tile):
                                 acc[r * d + c * LANES + i] * inverse, dtype
                             )
 
-        # On the calling thread: the work is small, and a second parallel loop would wait for all
-        # threads once more, which on a busy machine costs a time slice.
-        for index in range(num_merges):
-            token: T.let[T.int32] = query_start[merges[index, 0]]
-            head: T.let[T.int32] = merges[index, 1]
-            first_row: T.let[T.int32] = merges[index, 2]
-            num_rows: T.let[T.int32] = merges[index, 3]
-            first: T.let[T.int32] = merges[index, 4]
-            count: T.let[T.int32] = merges[index, 5]
-            for r in range(num_rows):
-                start: T.let[T.int64] = row_start(
-                    token, head, first_row + r, group, out_row_stride, out_head_stride
+        if parallel_merge == 0:
+            # A second parallel loop would wait for all threads once more, which on a busy machine
+            # costs a time slice: not for little work.
+            for index in range(num_merges):
+                merge(
+                    merges,
+                    index,
+                    query_start,
+                    group,
+                    partial_sum,
+                    partial_stat,
+                    out,
+                    out_row_stride,
+                    out_head_stride,
                 )
-                best = T.alloc_buffer((1,), "float32", scope="local")
-                total = T.alloc_buffer((1,), "float32", scope="local")
-                best[0] = T.float32(LOWEST)
-                for p in range(count):
-                    best[0] = T.max(best[0], partial_stat[first + p, r, 0])
-                total[0] = T.float32(0)
-                for p in range(count):
-                    total[0] = total[0] + partial_stat[first + p, r, 1] * exp2(
-                        partial_stat[first + p, r, 0] - best[0]
-                    )
-                inverse: T.let[T.float32] = T.float32(1) / total[0]
-                for c in range(d // LANES):
-                    o = T.alloc_buffer((LANES,), "float32", scope="local")
-                    for i in T.vectorized(LANES):
-                        o[i] = T.float32(0)
-                    for p in range(count):
-                        weight: T.let[T.float32] = (
-                            exp2(partial_stat[first + p, r, 0] - best[0]) * inverse
-                        )
-                        for i in T.vectorized(LANES):
-                            o[i] = o[i] + partial_sum[first + p, r, c * LANES + i] * weight
-                    for i in T.vectorized(LANES):
-                        out[start + c * LANES + i] = from_float32(o[i], dtype)
+        else:
+            for index in T.parallel(num_merges):
+                merge(
+                    merges,
+                    index,
+                    query_start,
+                    group,
+                    partial_sum,
+                    partial_stat,
+                    out,
+                    out_row_stride,
+                    out_head_stride,
+                )
 
     return tree_attention
