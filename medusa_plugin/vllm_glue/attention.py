@@ -124,8 +124,6 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
             for name, present in (
                 ("ALiBi", self.alibi_slopes is not None),
                 ("attention sinks", self.sinks is not None),
-                ("logit soft-cap", bool(self.logits_soft_cap)),
-                ("sliding window", self.sliding_window != -1),
                 ("quantised KV cache", self.is_fp8_kv_cache),
             )
             if present
@@ -179,7 +177,14 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
             )
             output[plain.rows] = plain_output
         tree_attention(
-            query, kv_cache, output, attn_metadata.trees, scale=self.scale, layout=layer.isa
+            query,
+            kv_cache,
+            output,
+            attn_metadata.trees,
+            scale=self.scale,
+            layout=layer.isa,
+            softcap=self.logits_soft_cap or None,
+            sliding_window=None if self.sliding_window == -1 else self.sliding_window,
         )
         return output
 

@@ -51,7 +51,6 @@ def _parallelism(vllm_config: Any) -> Iterator[str]:
 
 
 def _model(model_config: Any) -> Iterator[str]:
-    text_config = model_config.hf_text_config
     if model_config.runner_type != "generate":
         yield f"runner {model_config.runner_type!r} (only generate)"
     if model_config.is_encoder_decoder:
@@ -64,17 +63,24 @@ def _model(model_config: Any) -> Iterator[str]:
         yield "M-RoPE positions"
     if model_config.use_mla:
         yield "multi-head latent attention (MLA)"
-    layer_types = set(getattr(text_config, "layer_types", None) or ())
-    if model_config.get_sliding_window() or layer_types - {"full_attention"}:
-        kinds = ", ".join(sorted(layer_types)) or "sliding_attention"
-        yield f"sliding-window or chunked attention (layers: {kinds})"
-    if getattr(text_config, "attn_logit_softcapping", None):
-        yield "attention logit soft-cap"
+    other_layers = _layer_types(model_config) - {"full_attention", "sliding_attention"}
+    if other_layers:
+        yield f"chunked or other attention (layers: {', '.join(sorted(other_layers))})"
     if model_config.enable_prompt_embeds:
         yield "prompt embeddings"
 
 
+def _layer_types(model_config: Any) -> set[str]:
+    return set(getattr(model_config.hf_text_config, "layer_types", None) or ())
+
+
 def _cache(vllm_config: Any) -> Iterator[str]:
+    mixed = len(_layer_types(vllm_config.model_config)) > 1
+    if mixed and not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+        yield (
+            "layers with and without a sliding window in separate KV-cache groups (one group for "
+            "all: --disable-hybrid-kv-cache-manager)"
+        )
     cache_dtype = str(vllm_config.cache_config.cache_dtype)
     model_dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
     if cache_dtype not in ("auto", model_dtype):

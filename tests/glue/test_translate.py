@@ -170,7 +170,11 @@ def test_another_worker_class_is_refused() -> None:
         ({"kv_cache_dtype": "float16"}, "kv_cache_dtype=float16.*bfloat16"),
         ({"enable_prompt_embeds": True}, "prompt embeddings"),
         ({"enable_lora": True}, "LoRA"),
-        ({"hf_overrides": {"sliding_window": 128, "use_sliding_window": True}}, "sliding"),
+        ({"hf_overrides": {"layer_types": ["chunked_attention"]}}, "chunked_attention"),
+        (
+            {"hf_overrides": {"layer_types": ["full_attention", "sliding_attention"]}},
+            "--disable-hybrid-kv-cache-manager",
+        ),
     ],
 )
 def test_unsupported_features_are_refused_by_name(options: dict[str, Any], name: str) -> None:
