@@ -1,0 +1,1 @@
+"""What bench_ops.py measures, in reading order: shapes, timing, attention, rivals, compaction."""
