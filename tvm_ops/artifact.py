@@ -1,4 +1,4 @@
-"""What can be compiled, for which CPU, and the file in the kernel cache that holds it."""
+"""What can be compiled, and the file in the kernel cache that holds it."""
 
 from __future__ import annotations
 
@@ -7,22 +7,14 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import platform
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-PACKAGE = Path(__file__).parent
-TARGET_VARIABLE = "MEDUSA_KERNEL_TARGET"
-OPS = ("tree_attention", "compact_kv", "launcher")
+from tvm_ops.targets import CpuTarget, host_target
 
-# x86-64 psABI levels, best first, with the flags that tell them apart in /proc/cpuinfo.
-_X86_LEVELS = (
-    ("x86-64-v4", {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}),
-    ("x86-64-v3", {"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"}),
-    ("x86-64", set[str]()),
-)
-_TARGET_NAMES = (*(name for name, _ in _X86_LEVELS), "generic")
+PACKAGE = Path(__file__).parent
+OPS = ("tree_attention", "compact_kv", "launcher")
+_DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 @dataclass(frozen=True)
@@ -41,6 +33,12 @@ class KernelSpec:
     def __str__(self) -> str:
         return ":".join([self.op, self.memory, self.dtype, str(self.head_dim)])
 
+    @property
+    def stem(self) -> str:
+        """File name without what tells versions apart."""
+        parts = [self.op, self.memory, self.dtype, str(self.head_dim or "")]
+        return "-".join(filter(None, parts))
+
     @classmethod
     def parse(cls, text: str) -> KernelSpec:
         """Inverse of str(); raises ValueError for anything else."""
@@ -50,43 +48,6 @@ class KernelSpec:
                 f"not a kernel: {text!r}; expected OP:MEMORY:DTYPE:HEAD_DIM with OP one of {OPS}"
             )
         return cls(parts[0], parts[1], parts[2], int(parts[3]))
-
-
-def cpu_target(machine: str, flags: Iterable[str]) -> dict[str, str]:
-    """TVM target for a machine (platform.machine()) with these /proc/cpuinfo flags."""
-    if machine in ("x86_64", "AMD64"):
-        have = set(flags)
-        level = next(name for name, needed in _X86_LEVELS if needed <= have)
-        return {"kind": "llvm", "mcpu": level}
-    if machine == "aarch64":
-        return {"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": "generic"}
-    raise ValueError(f"no kernels for machine {machine!r}: expected x86_64 or aarch64")
-
-
-def host_target() -> dict[str, str]:
-    """Target of this machine, or the level named by MEDUSA_KERNEL_TARGET.
-
-    Raises ValueError for an unknown level.
-    """
-    forced = os.environ.get(TARGET_VARIABLE)
-    if not forced:
-        return _detected_target()
-    if forced not in _TARGET_NAMES:
-        raise ValueError(f"{TARGET_VARIABLE}={forced!r}: expected one of {_TARGET_NAMES}")
-    return {"kind": "llvm", "mcpu": forced}
-
-
-@functools.cache
-def _detected_target() -> dict[str, str]:
-    flags: list[str] = []
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "flags":
-                flags = value.split()
-                break
-    return cpu_target(platform.machine(), flags)
 
 
 def cache_root() -> Path:
@@ -100,7 +61,7 @@ def cache_dir() -> Path:
     return cache_root() / "kernels"
 
 
-def artifact_path(spec: KernelSpec, target: Mapping[str, str] | None = None) -> Path:
+def artifact_path(spec: KernelSpec, target: CpuTarget | None = None) -> Path:
     """File that holds `spec`, whether or not it exists yet.
 
     Its name carries a hash of the kernel sources and the target, and TVM's version. On a host
@@ -108,10 +69,9 @@ def artifact_path(spec: KernelSpec, target: Mapping[str, str] | None = None) -> 
     """
     target = host_target() if target is None else target
     digest = hashlib.sha256()
-    digest.update(json.dumps([str(spec), dict(target)], sort_keys=True).encode())
-    digest.update(_source_digest(spec.op))
-    stem = "-".join(filter(None, [spec.op, spec.memory, spec.dtype, str(spec.head_dim or "")]))
-    name = f"{stem}-{digest.hexdigest()[:16]}"
+    digest.update(json.dumps([str(spec), target.llvm], sort_keys=True).encode())
+    digest.update(source_digest(spec.op))
+    name = f"{spec.stem}-{digest.hexdigest()[:16]}"
     if spec.op == "launcher":
         return cache_dir() / f"{name}.so"
     try:
@@ -123,9 +83,31 @@ def artifact_path(spec: KernelSpec, target: Mapping[str, str] | None = None) -> 
 
 
 @functools.cache
-def _source_digest(op: str) -> bytes:
+def source_digest(op: str) -> bytes:
+    """Hash of the sources that an op's library is made of."""
     if op == "launcher":
         sources = [PACKAGE / "launcher.c"]
     else:
-        sources = [PACKAGE / "compile.py", *sorted((PACKAGE / "kernels").glob("*.py"))]
+        kernels = sorted((PACKAGE / "kernels").glob("*.py"))
+        sources = [path for path in kernels if not path.name.startswith("gpu_")]
+        sources.append(PACKAGE / "compile.py")
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in sources)).digest()
+
+
+# A file in the cache ends with the SHA-256 of all before it, which the dynamic linker ignores: a
+# cut library would kill the process that maps it.
+
+
+def sealed(content: bytes) -> bytes:
+    """`content` as it is kept in the cache."""
+    return content + hashlib.sha256(content).digest()
+
+
+def is_intact(path: Path) -> bool:
+    """Whether the cache holds the artefact, complete and unchanged."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return False
+    body, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
+    return bool(body) and hashlib.sha256(body).digest() == digest

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from tvm_ops.layouts import check_cache, find_layout
-from tvm_ops.load import compact_spec, kernel
+from tvm_ops.load import compact_spec, kernel, reference_requested
+from tvm_ops.reference import compact_kv_reference
 
 
 class KVCacheGroup:
@@ -75,6 +76,9 @@ def compact_kv(caches: KVCacheGroup, src_slots: Tensor, dst_slots: Tensor) -> No
         low, high = (int(x) for x in slots.aminmax())
         if low < 0 or high >= caches.num_slots:
             raise ValueError(f"{name} spans {low} to {high}, the caches have {caches.num_slots}")
+    if reference_requested():
+        compact_kv_reference(caches.caches, caches.layout, src_slots, dst_slots)
+        return
     kernel(caches.spec)(
         caches.addresses,
         src_slots,

@@ -1,76 +1,130 @@
-"""Compile kernels into the kernel cache: `python -m tvm_ops.compile OP:MEMORY:DTYPE:HEAD_DIM ...`.
+"""Compile kernels into the kernel cache, or with --out into a directory.
 
-With tvm_ops/kernels the only place that imports TVM's compiler. Serving processes run it as a
-child process, so that TVM's LLVM never shares a process with theirs.
+With tvm_ops/kernels the only place that imports TVM's compiler. Serving processes run it as a child
+process, `python -m tvm_ops.compile OP:MEMORY:DTYPE:HEAD_DIM ...`, so that TVM's LLVM never shares a
+process with theirs.
 """
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import logging
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tvm_ops.artifact import PACKAGE, KernelSpec, artifact_path, host_target
+from tvm_ops.artifact import PACKAGE, KernelSpec, artifact_path, is_intact, sealed
+from tvm_ops.targets import CpuTarget, find_target, host_target
 
 logger = logging.getLogger(__name__)
 
 
-def compile_missing(specs: Sequence[KernelSpec]) -> list[Path]:
+def compile_missing(specs: Sequence[KernelSpec], target: CpuTarget | None = None) -> list[Path]:
     """Compile those of `specs` that the kernel cache lacks; return the paths of all.
 
     Safe to run in several processes at once: one compiles, the others wait for its file.
-    Raises RuntimeError when the C compiler or TVM is missing, or when either fails.
+    Raises RuntimeError when the C compiler or TVM is missing, when either fails, or when the cache
+    can't be written.
     """
+    target = host_target() if target is None else target
     paths = []
     for spec in specs:
-        path = artifact_path(spec)
+        path = artifact_path(spec, target)
         paths.append(path)
+        if not is_intact(path):
+            _compile_into(path, spec, target)
+    return paths
+
+
+def build_library(spec: KernelSpec, target: CpuTarget) -> bytes:
+    """Compile and link `spec`; the bytes of its shared library.
+
+    Raises RuntimeError when the C compiler or TVM is missing, or when either fails.
+    """
+    compiler = find_compiler(target)
+    with tempfile.TemporaryDirectory(prefix="tvm_ops-") as directory:
+        path = Path(directory) / f"{spec.op}.so"
+        if spec.op == "launcher":
+            _compile_launcher(compiler, path)
+        else:
+            _compile_kernel(spec, target, compiler, path)
+        return path.read_bytes()
+
+
+def find_compiler(target: CpuTarget) -> str:
+    """Path of a C compiler that links for `target`. Raises RuntimeError if there is none."""
+    for name in target.compilers:
+        found = shutil.which(name)
+        if found is not None:
+            return found
+    wanted = " or ".join(f"`{name}`" for name in target.compilers)
+    remedy = (
+        "install one, or copy the kernel cache from a machine of the same kind"
+        if target.native
+        else "it links for another kind of machine"
+    )
+    raise RuntimeError(
+        f"no C compiler: kernels for {target.name} need {wanted} on PATH; {remedy} "
+        f"(Debian: apt-get install {target.compiler_package})"
+    )
+
+
+def _compile_into(path: Path, spec: KernelSpec, target: CpuTarget) -> None:
+    with _lock(path):
+        if is_intact(path):
+            return
         if path.exists():
-            continue
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(path.with_suffix(".lock")):
-            if path.exists():
-                continue
-            begin = time.perf_counter()
-            temporary = path.with_name(f".{os.getpid()}-{path.name}")
+            logger.warning("%s is damaged: compiling it again", path)
+        begin = time.perf_counter()
+        library = build_library(spec, target)
+        temporary = path.with_name(f".{os.getpid()}-{path.name}")
+        with _cache_errors(path.parent):
             try:
-                _build(spec, temporary)
+                temporary.write_bytes(sealed(library))
                 os.replace(temporary, path)
             finally:
                 temporary.unlink(missing_ok=True)
-            logger.info("compiled %s in %.1f s", path.name, time.perf_counter() - begin)
-    return paths
+        logger.info("compiled %s in %.1f s", path.name, time.perf_counter() - begin)
 
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
+    with _cache_errors(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.with_suffix(".lock").open("w")
+    with file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-def _build(spec: KernelSpec, path: Path) -> None:
-    compiler = shutil.which("gcc") or shutil.which("cc")
-    if compiler is None:
+@contextmanager
+def _cache_errors(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
         raise RuntimeError(
-            "no C compiler: compiling kernels needs `gcc` or `cc` on PATH; install one, or copy "
-            "the kernel cache from a machine of the same kind"
-        )
-    if spec.op == "launcher":
-        source = PACKAGE / "launcher.c"
-        command = [compiler, "-O2", "-shared", "-fPIC", "-o", str(path), str(source)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"{compiler} failed on {source.name}:\n{done.stderr}")
-        return
+            f"the kernel cache {directory} can't be written ({error}): make room or make it "
+            "writable, or set MEDUSA_CACHE to a directory that is"
+        ) from error
+
+
+def _compile_launcher(compiler: str, path: Path) -> None:
+    source = PACKAGE / "launcher.c"
+    command = [compiler, "-O2", "-shared", "-fPIC", "-o", str(path), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{compiler} failed on {source.name}:\n{done.stderr}")
+
+
+def _compile_kernel(spec: KernelSpec, target: CpuTarget, compiler: str, path: Path) -> None:
     try:
         import tvm
     except ImportError as error:
@@ -78,32 +132,40 @@ def _build(spec: KernelSpec, path: Path) -> None:
             f"compiling {spec} needs TVM's compiler, which does not import ({error}); install "
             "apache-tvm, or copy the kernel cache from a machine of the same kind"
         ) from error
-    module = tvm.IRModule({spec.op: _kernel(spec)})
-    executable = tvm.compile(module, target=tvm.target.Target(host_target()))
+    module = tvm.IRModule({spec.op: _kernel(spec, target)})
+    executable = tvm.compile(module, target=tvm.target.Target(target.llvm))
     executable.export_library(str(path), cc=compiler)
 
 
-def _kernel(spec: KernelSpec) -> Any:
+def _kernel(spec: KernelSpec, target: CpuTarget) -> Any:
     from tvm_ops.kernels.compact_kv import compact_kv_kernel
     from tvm_ops.kernels.schedules import schedule_for
     from tvm_ops.kernels.tree_attention import tree_attention_kernel
 
     if spec.op == "compact_kv":
         return compact_kv_kernel(spec.memory, spec.dtype)
-    schedule = schedule_for(host_target()["mcpu"])
+    schedule = schedule_for(target.mcpu)
     return tree_attention_kernel(spec.memory, spec.dtype, spec.head_dim, schedule)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Compile the named kernels; print their paths."""
+    """Compile the named kernels; print each path when it is done."""
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
-    if not arguments:
-        print(__doc__, file=sys.stderr)
-        return 2
+    parser = argparse.ArgumentParser(prog="python -m tvm_ops.compile", description=__doc__)
+    parser.add_argument("--target", help="processor to compile for; default: this machine's")
+    parser.add_argument("--out", type=Path, help="directory for plain libraries")
+    parser.add_argument("kernels", nargs="+", metavar="OP:MEMORY:DTYPE:HEAD_DIM")
+    options = parser.parse_args(arguments)
     try:
-        for path in compile_missing([KernelSpec.parse(text) for text in arguments]):
-            print(path)
-    except (RuntimeError, ValueError) as error:
+        target = host_target() if options.target is None else find_target(options.target)
+        for spec in [KernelSpec.parse(text) for text in options.kernels]:
+            if options.out is None:
+                [path] = compile_missing([spec], target)
+            else:
+                path = options.out / f"{spec.stem}.so"
+                path.write_bytes(build_library(spec, target))
+            print(path, flush=True)
+    except (OSError, RuntimeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

@@ -16,13 +16,15 @@ from typing import Any
 
 import torch
 
-from tvm_ops.artifact import PACKAGE, KernelSpec, artifact_path
+from tvm_ops.artifact import PACKAGE, KernelSpec, artifact_path, is_intact
 from tvm_ops.layouts import DTYPE_NAMES, find_layout
 from tvm_ops.openmp import bind_launcher
+from tvm_ops.targets import REFERENCE, TARGET_VARIABLE
 
 logger = logging.getLogger(__name__)
 
 _LAUNCHER = KernelSpec("launcher")
+_KERNELS_PER_CHILD = 3  # starting a compiler costs as much as compiling a kernel or two
 _lock = threading.RLock()
 _loaded: dict[KernelSpec, tuple[Callable[..., Any], Path]] = {}
 _launcher_bound = False
@@ -42,16 +44,46 @@ def loaded_artifacts() -> Mapping[KernelSpec, Path]:
     return MappingProxyType({spec: path for spec, (_, path) in _loaded.items()})
 
 
+@functools.cache
+def reference_requested() -> bool:
+    """Whether MEDUSA_KERNEL_TARGET=reference replaces all kernels by their plain torch twins.
+
+    Read once per process; never chosen because a kernel is missing.
+    """
+    requested = os.environ.get(TARGET_VARIABLE) == REFERENCE
+    if requested:
+        logger.warning(
+            "%s=%s: the plain torch twins run instead of compiled kernels, much slower",
+            TARGET_VARIABLE,
+            REFERENCE,
+        )
+    return requested
+
+
 def warm_up(layout: str, dtype: torch.dtype, head_dim: int) -> None:
     """Compile, if missing, and load all kernels for one cache layout, element type and head_dim.
 
     Compiling takes seconds, in one child process. Raises ValueError for an unknown layout,
     TypeError for a dtype the layout can't hold, RuntimeError when compiling fails.
     """
-    specs = [attention_spec(layout, dtype, head_dim), compact_spec(layout, dtype)]
+    specs = _all_specs(layout, dtype, head_dim)
+    if reference_requested():
+        return
     ensure_compiled(specs)
     for spec in specs:
         kernel(spec)
+
+
+def start_warm_up(layout: str, dtype: torch.dtype, head_dim: int) -> None:
+    """Begin what warm_up does in the background, which a later warm_up waits for.
+
+    Raises for its arguments as warm_up does; what goes wrong in the background, that warm_up
+    raises.
+    """
+    specs = _all_specs(layout, dtype, head_dim)
+    if not reference_requested():
+        with _lock:
+            _start(_missing(specs))
 
 
 @functools.cache
@@ -75,27 +107,73 @@ def compact_spec(layout: str, dtype: torch.dtype) -> KernelSpec:
 
 def ensure_compiled(specs: Sequence[KernelSpec]) -> None:
     """Compile missing kernels in a child process. Raises RuntimeError with its message."""
-    missing = [spec for spec in (_LAUNCHER, *specs) if not artifact_path(spec).exists()]
-    if not missing:
-        return
-    logger.info("compiling %s, once per machine", ", ".join(map(str, missing)))
-    begin = time.perf_counter()
-    environment = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
-    search = [str(PACKAGE.parent), environment.get("PYTHONPATH", "")]
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, search))
-    done = subprocess.run(
-        [sys.executable, "-m", "tvm_ops.compile", *map(str, missing)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(
-            f"compiling {', '.join(map(str, missing))} failed (exit status {done.returncode}):\n"
-            f"{done.stderr.strip()}"
+    with _lock:
+        missing = _missing(specs)
+        if not missing:
+            return
+        begin = time.perf_counter()
+        _start(missing)
+        for child in {_children[spec] for spec in missing}:
+            child.wait()
+        logger.info("waited %.1f s for %d kernels", time.perf_counter() - begin, len(missing))
+
+
+class _Child:
+    """A process that compiles `specs`."""
+
+    def __init__(self, specs: Sequence[KernelSpec]) -> None:
+        self.names = ", ".join(map(str, specs))
+        self.specs = tuple(specs)
+        logger.info("compiling %s, once per machine", self.names)
+        environment = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
+        search = [str(PACKAGE.parent), environment.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, search))
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tvm_ops.compile", *map(str, specs)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
         )
-    logger.info("compiled %d kernels in %.1f s", len(missing), time.perf_counter() - begin)
+
+    def wait(self) -> None:
+        """Forget the process when it is done; raise RuntimeError if it failed."""
+        _, messages = self.process.communicate()
+        for spec in self.specs:
+            if _children.get(spec) is self:
+                del _children[spec]
+        if self.process.returncode:
+            raise RuntimeError(
+                f"compiling {self.names} failed (exit status {self.process.returncode}):\n"
+                f"{messages.strip()}"
+            )
+
+
+_children: dict[KernelSpec, _Child] = {}
+
+
+def _all_specs(layout: str, dtype: torch.dtype, head_dim: int) -> list[KernelSpec]:
+    return [attention_spec(layout, dtype, head_dim), compact_spec(layout, dtype)]
+
+
+def _missing(specs: Sequence[KernelSpec]) -> list[KernelSpec]:
+    paths = {spec: artifact_path(spec) for spec in (_LAUNCHER, *specs)}
+    missing = [spec for spec, path in paths.items() if not is_intact(path)]
+    for spec in missing:
+        if spec not in _children and paths[spec].exists():
+            logger.warning("%s is damaged: compiling it again", paths[spec])
+    return missing
+
+
+def _start(specs: Sequence[KernelSpec]) -> None:
+    """Have each of `specs` compiled by a child, a new one where none is at work."""
+    # The file of a child that succeeded may have been removed since.
+    wanted = [s for s in specs if s not in _children or _children[s].process.poll() == 0]
+    share = -(-len(wanted) // len(os.sched_getaffinity(0)))
+    count = -(-len(wanted) // max(share, _KERNELS_PER_CHILD)) if wanted else 0
+    for i in range(count):
+        mine = wanted[i::count]
+        _children.update(dict.fromkeys(mine, _Child(mine)))
 
 
 def _load(spec: KernelSpec) -> Callable[..., Any]:

@@ -1,0 +1,143 @@
+"""The processors that kernels are compiled for, and which of them this machine has."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+TARGET_VARIABLE = "MEDUSA_KERNEL_TARGET"
+REFERENCE = "reference"  # value of TARGET_VARIABLE that asks for the plain torch twins
+_MACHINES = {"AMD64": "x86_64", "arm64": "aarch64"}  # other names of the same machine
+
+
+@dataclass(frozen=True)
+class CpuTarget:
+    """A kind of processor.
+
+    machine: as platform.machine() calls it. mcpu, mattr: LLVM's names of processor and features.
+    flags: what /proc/cpuinfo must list for the code to run. amx: kernels may use tile registers.
+    """
+
+    name: str
+    machine: str
+    mcpu: str
+    mattr: tuple[str, ...] = ()
+    flags: frozenset[str] = frozenset()
+    amx: bool = False
+
+    @property
+    def llvm(self) -> dict[str, object]:
+        """TVM's target."""
+        triple = f"{self.machine}-linux-gnu"
+        target: dict[str, object] = {"kind": "llvm", "mtriple": triple, "mcpu": self.mcpu}
+        return {**target, "mattr": list(self.mattr)} if self.mattr else target
+
+    @property
+    def native(self) -> bool:
+        """Whether this machine is of that architecture, flags aside."""
+        return machine() == self.machine
+
+    @property
+    def compilers(self) -> tuple[str, ...]:
+        """C compilers that link for it, the preferred first."""
+        return ("gcc", "cc") if self.native else (f"{self.machine}-linux-gnu-gcc",)
+
+    @property
+    def compiler_package(self) -> str:
+        """Debian package of the compiler."""
+        return "gcc" if self.native else f"gcc-{self.machine.replace('_', '-')}-linux-gnu"
+
+
+# Best first per machine. The x86-64 levels are those of the psABI, with the flags that tell them
+# apart; bfloat16 is emulated with shifts everywhere, so any ARMv8-A processor will do.
+TARGETS: Mapping[str, CpuTarget] = MappingProxyType(
+    {
+        target.name: target
+        for target in (
+            CpuTarget(
+                "x86-64-v4",
+                "x86_64",
+                "x86-64-v4",
+                flags=frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}),
+            ),
+            CpuTarget(
+                "x86-64-v3",
+                "x86_64",
+                "x86-64-v3",
+                flags=frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"}),
+            ),
+            CpuTarget("x86-64", "x86_64", "x86-64"),
+            CpuTarget("aarch64", "aarch64", "generic", mattr=("+neon",)),
+        )
+    }
+)
+
+
+def find_target(name: str) -> CpuTarget:
+    """The target called `name`. Raises ValueError for a name that is not in TARGETS."""
+    target = TARGETS.get(name)
+    if target is None:
+        raise ValueError(f"unknown target {name!r}: expected one of {', '.join(TARGETS)}")
+    return target
+
+
+def best_target(machine: str, flags: Collection[str]) -> CpuTarget:
+    """The best target for a machine (platform.machine()) with these /proc/cpuinfo flags.
+
+    Raises ValueError for a machine without kernels.
+    """
+    machine = _MACHINES.get(machine, machine)
+    for target in TARGETS.values():
+        if target.machine == machine and target.flags <= set(flags):
+            return target
+    known = sorted({target.machine for target in TARGETS.values()})
+    raise ValueError(f"no kernels for machine {machine!r}: expected one of {', '.join(known)}")
+
+
+def host_target() -> CpuTarget:
+    """The best target of this machine, or the one named by MEDUSA_KERNEL_TARGET.
+
+    "reference" names no target: kernels, where they are loaded nevertheless, are the machine's
+    own. Raises ValueError for an unknown name and for a target that can't run here.
+    """
+    forced = os.environ.get(TARGET_VARIABLE)
+    if not forced or forced == REFERENCE:
+        return best_target(machine(), cpu_flags())
+    if forced not in TARGETS:
+        raise ValueError(
+            f"{TARGET_VARIABLE}={forced!r}: expected one of {', '.join([*TARGETS, REFERENCE])}"
+        )
+    target = TARGETS[forced]
+    if not target.native:
+        raise ValueError(
+            f"{TARGET_VARIABLE}={forced}: this machine is {machine()}, so these kernels can't run "
+            f"here; to build them for another machine use: python -m tvm_ops.build --target "
+            f"{forced} --out DIR"
+        )
+    missing = sorted(target.flags - cpu_flags())
+    if missing:
+        raise ValueError(f"{TARGET_VARIABLE}={forced}: this processor lacks {', '.join(missing)}")
+    return target
+
+
+def machine() -> str:
+    """This machine's architecture as TARGETS spells it."""
+    found = platform.machine()
+    return _MACHINES.get(found, found)
+
+
+@functools.cache
+def cpu_flags() -> frozenset[str]:
+    """Flags of this machine's first processor, of /proc/cpuinfo if there is one."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() in ("flags", "Features"):
+                return frozenset(value.split())
+    return frozenset()
