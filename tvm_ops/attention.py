@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from tvm_ops.layouts import check_cache, find_layout
-from tvm_ops.load import attention_spec, kernel
+from tvm_ops.load import attention_spec, kernel, reference_requested
+from tvm_ops.reference import tree_attention_reference
 from tvm_ops.tree_batch import TreeBatch
 
 _LOG2_E = math.log2(math.e)
@@ -71,6 +72,18 @@ def tree_attention(
         raise ValueError(f"trees reach query row {batch.query_end - 1} of {num_tokens} rows")
     batch.check_blocks(num_blocks, block_size)
     if not len(batch):
+        return
+    if reference_requested():
+        tree_attention_reference(
+            query,
+            kv_cache,
+            out,
+            batch,
+            scale=scale,
+            layout=layout,
+            softcap=softcap,
+            sliding_window=sliding_window,
+        )
         return
     group = num_heads // kv_heads
     plan = batch.plan(kv_heads, group, head_dim, torch.get_num_threads(), sliding_window)

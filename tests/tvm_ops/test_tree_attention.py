@@ -171,6 +171,15 @@ def test_large_logits_do_not_overflow(threads):
     assert error <= 2 * bound
 
 
+def test_reference_answers_when_asked_for_by_name(monkeypatch):
+    case = make_case(layout="vec", dtype=torch.float32, head_dim=64, lens=[9], contexts=[70])
+    case = dataclasses.replace(case, softcap=2.0, sliding_window=20)
+    fast = case.run(tree_attention)
+    monkeypatch.setattr("tvm_ops.attention.reference_requested", lambda: True)
+    monkeypatch.setattr("tvm_ops.attention.kernel", lambda spec: pytest.fail("a kernel ran"))
+    torch.testing.assert_close(case.run(tree_attention), fast, equal_nan=True)
+
+
 def test_no_trees():
     case = make_case(layout="vec", dtype=torch.float32, head_dim=64, lens=[], contexts=[])
     assert case.run(tree_attention).isnan().all()
