@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tvm_ops.attention import tree_attention
     from tvm_ops.compaction import KVCacheGroup, compact_kv
     from tvm_ops.layouts import LAYOUTS, KVLayout
-    from tvm_ops.load import warm_up
+    from tvm_ops.load import start_warm_up, warm_up
     from tvm_ops.probe import check_layout
     from tvm_ops.tree_batch import MAX_TREE_ROWS, TreeBatch
 
@@ -25,6 +25,7 @@ __all__ = [
     "TreeBatch",
     "check_layout",
     "compact_kv",
+    "start_warm_up",
     "tree_attention",
     "warm_up",
 ]
@@ -37,6 +38,7 @@ _HOMES = {
     "TreeBatch": "tree_batch",
     "check_layout": "probe",
     "compact_kv": "compaction",
+    "start_warm_up": "load",
     "tree_attention": "attention",
     "warm_up": "load",
 }

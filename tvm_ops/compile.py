@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import json
 import logging
 import os
 import shutil
@@ -18,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +46,16 @@ def compile_missing(specs: Sequence[KernelSpec], target: CpuTarget | None = None
     return paths
 
 
-def build_library(spec: KernelSpec, target: CpuTarget) -> bytes:
-    """Compile and link `spec`; the bytes of its shared library.
+@dataclass(frozen=True)
+class Library:
+    """A shared library, and name and kind of each argument of its kernel."""
+
+    content: bytes
+    arguments: list[dict[str, str]]
+
+
+def build_library(spec: KernelSpec, target: CpuTarget) -> Library:
+    """Compile and link `spec`.
 
     Raises RuntimeError when the C compiler or TVM is missing, or when either fails.
     """
@@ -54,9 +64,10 @@ def build_library(spec: KernelSpec, target: CpuTarget) -> bytes:
         path = Path(directory) / f"{spec.op}.so"
         if spec.op == "launcher":
             _compile_launcher(compiler, path)
+            arguments = []
         else:
-            _compile_kernel(spec, target, compiler, path)
-        return path.read_bytes()
+            arguments = _compile_kernel(spec, target, compiler, path)
+        return Library(path.read_bytes(), arguments)
 
 
 def find_compiler(target: CpuTarget) -> str:
@@ -88,7 +99,7 @@ def _compile_into(path: Path, spec: KernelSpec, target: CpuTarget) -> None:
         temporary = path.with_name(f".{os.getpid()}-{path.name}")
         with _cache_errors(path.parent):
             try:
-                temporary.write_bytes(sealed(library))
+                temporary.write_bytes(sealed(library.content))
                 os.replace(temporary, path)
             finally:
                 temporary.unlink(missing_ok=True)
@@ -124,7 +135,9 @@ def _compile_launcher(compiler: str, path: Path) -> None:
         raise RuntimeError(f"{compiler} failed on {source.name}:\n{done.stderr}")
 
 
-def _compile_kernel(spec: KernelSpec, target: CpuTarget, compiler: str, path: Path) -> None:
+def _compile_kernel(
+    spec: KernelSpec, target: CpuTarget, compiler: str, path: Path
+) -> list[dict[str, str]]:
     try:
         import tvm
     except ImportError as error:
@@ -132,9 +145,19 @@ def _compile_kernel(spec: KernelSpec, target: CpuTarget, compiler: str, path: Pa
             f"compiling {spec} needs TVM's compiler, which does not import ({error}); install "
             "apache-tvm, or copy the kernel cache from a machine of the same kind"
         ) from error
-    module = tvm.IRModule({spec.op: _kernel(spec, target)})
+    function = _kernel(spec, target)
+    module = tvm.IRModule({spec.op: function})
     executable = tvm.compile(module, target=tvm.target.Target(target.llvm))
     executable.export_library(str(path), cc=compiler)
+    return [_argument(parameter) for parameter in function.params]
+
+
+def _argument(parameter: Any) -> dict[str, str]:
+    kind = str(parameter.ty.dtype)
+    if hasattr(parameter.ty, "shape"):
+        sizes = [str(getattr(size, "value", size)) for size in parameter.ty.shape]
+        kind = f"{kind} tensor [{', '.join(sizes)}]"
+    return {"name": str(parameter.name), "kind": kind}
 
 
 def _kernel(spec: KernelSpec, target: CpuTarget) -> Any:
@@ -149,7 +172,7 @@ def _kernel(spec: KernelSpec, target: CpuTarget) -> Any:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Compile the named kernels; print each path when it is done."""
+    """Compile the named kernels; print each path, or with --out a line of JSON, when it is done."""
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     parser = argparse.ArgumentParser(prog="python -m tvm_ops.compile", description=__doc__)
     parser.add_argument("--target", help="processor to compile for; default: this machine's")
@@ -160,11 +183,11 @@ def main(arguments: Sequence[str]) -> int:
         target = host_target() if options.target is None else find_target(options.target)
         for spec in [KernelSpec.parse(text) for text in options.kernels]:
             if options.out is None:
-                [path] = compile_missing([spec], target)
+                print(*compile_missing([spec], target), flush=True)
             else:
-                path = options.out / f"{spec.stem}.so"
-                path.write_bytes(build_library(spec, target))
-            print(path, flush=True)
+                library = build_library(spec, target)
+                (options.out / f"{spec.stem}.so").write_bytes(library.content)
+                print(json.dumps({"arguments": library.arguments}), flush=True)
     except (OSError, RuntimeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

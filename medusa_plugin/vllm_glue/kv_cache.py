@@ -8,11 +8,28 @@ from typing import Any
 
 import torch
 from vllm import _custom_ops as ops
+from vllm.v1.attention.backends import cpu_attn
 
 from medusa_plugin.vllm_glue.support import UnsupportedFeatureError
-from tvm_ops import KVCacheGroup, check_layout, warm_up
+from tvm_ops import KVCacheGroup, check_layout, start_warm_up, warm_up
 
 logger = logging.getLogger("vllm.medusa")
+
+
+def start_kernels(vllm_config: Any) -> None:
+    """Begin to compile missing kernels while the weights load; `group_caches` waits for them.
+
+    Args:
+        vllm_config: vLLM's configuration. The cache it leads to is a forecast: `group_caches`
+            decides, from the allocated caches, and refuses what we do not support.
+    """
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    head_dim = model.get_head_size()
+    layout = cpu_attn._get_attn_isa(model.dtype, cache.block_size, head_dim, cache.cache_dtype)
+    try:
+        start_warm_up(layout, model.dtype, head_dim)
+    except (TypeError, ValueError) as error:
+        logger.debug("no kernels are compiled ahead: %s", error)
 
 
 def group_caches(layers: list[Any], kv_cache_config: Any) -> KVCacheGroup:
