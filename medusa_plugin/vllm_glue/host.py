@@ -1,4 +1,4 @@
-"""The host contract: which vLLM is supported, and every vLLM callable that we wrap or override.
+"""The host contract: which vLLM is supported, and every callable of it that we change or borrow.
 
 `require_supported_host()` checks versions and signatures before anything is changed, so that a
 vLLM that moved something gives one clear error instead of a half-applied plugin.
@@ -83,7 +83,7 @@ REGISTRATION_HOOKS = (
     ),
 )
 
-# Overridden in subclasses by `worker`, `model_runner` and `attention`.
+# Overridden in subclasses by `worker`, `model_runner` and `attention`; one called by `kv_cache`.
 WORKER_HOOKS = (
     Hook("vllm.v1.worker.cpu_worker", "CPUWorker.init_device", ("self",), "use our model runner"),
     Hook(
@@ -177,6 +177,12 @@ WORKER_HOOKS = (
         "GPUModelRunner.initialize_kv_cache",
         ("self", "kv_cache_config", "is_profiling", "kv_cache_allocation_context"),
         "group the caches for compaction and probe their layout",
+    ),
+    Hook(
+        "vllm.v1.attention.backends.cpu_attn",
+        "_get_attn_isa",
+        ("dtype", "block_size", "head_size", "kv_cache_dtype"),
+        "know the cache layout before the weights load, to compile kernels meanwhile",
     ),
     Hook(
         "vllm.v1.attention.backends.cpu_attn",

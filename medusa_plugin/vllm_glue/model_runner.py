@@ -34,7 +34,7 @@ from medusa_plugin.vllm_glue.attention import (
     TreeAttentionMetadataBuilder,
     tree_backend,
 )
-from medusa_plugin.vllm_glue.kv_cache import group_caches
+from medusa_plugin.vllm_glue.kv_cache import group_caches, start_kernels
 from medusa_plugin.vllm_glue.sampling import TreeRowSampler
 from medusa_plugin.vllm_glue.support import UnsupportedFeatureError
 from tvm_ops import KVCacheGroup, TreeBatch
@@ -74,6 +74,7 @@ class MedusaCPUModelRunner(CPUModelRunner):
 
     def load_model(self, load_dummy_weights: bool = False) -> None:
         """Load the target with our attention backend, and the heads."""
+        start_kernels(self.vllm_config)
         with tree_backend():
             super().load_model(load_dummy_weights)
 
