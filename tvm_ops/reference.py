@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tvm_ops.layouts import read_rows, write_rows
-from tvm_ops.tree_batch import TreeBatch
+from tvm_ops.tree_batch import WORD_BITS, TreeBatch
 
 
 def tree_attention_reference(
@@ -39,7 +39,7 @@ def tree_attention_reference(
         seen = torch.ones(rows, context + rows, dtype=torch.bool)
         for row in range(rows):
             words = batch.ancestor_masks[t, row].tolist()
-            tree = [words[j // 64] >> j % 64 & 1 == 1 for j in range(rows)]
+            tree = [words[j // WORD_BITS] >> j % WORD_BITS & 1 == 1 for j in range(rows)]
             seen[row, context:] = torch.tensor(tree)
         if sliding_window is not None:
             depth = seen[:, context:].sum(-1) - 1

@@ -198,7 +198,7 @@ def _make_plan(
     batch: TreeBatch, kv_heads: int, group: int, head_dim: int, threads: int, window: int | None
 ) -> WorkPlan:
     masks, starts = batch.visible(window)
-    chunks = []  # (cost, tree, first row, rows, first key, keys) for one KV head
+    chunks = []  # (cost, tree, first row, rows, first key) for one KV head
     _, lens, contexts = batch._lengths
     last_start = starts.amax(1).tolist() if window is not None else [0] * len(lens)
     for t, (length, context) in enumerate(zip(lens, contexts, strict=True)):

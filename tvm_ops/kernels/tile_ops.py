@@ -42,6 +42,14 @@ def _halves(rows: int) -> tuple[int, int]:
     return rows - rows // 2, rows // 2
 
 
+@T.inline
+def clear(sums, vectors):
+    """Zero `vectors` accumulators of LANES floats."""
+    for e in T.unroll(vectors):
+        for i in T.vectorized(LANES):
+            sums[e * LANES + i] = T.float32(0)
+
+
 def unpack_op(amx: bool, dtype: str, d: int):
     """Piece that converts one tile of keys and values to packed float32."""
 
@@ -91,12 +99,6 @@ def score_op(tile: Tile, dtype: str, d: int, packed: bool):
     half, other = _halves(tile.rows)
 
     @T.inline
-    def clear(s, rows):
-        for e in T.unroll(rows * block_units):
-            for i in T.vectorized(LANES):
-                s[e * LANES + i] = T.float32(0)
-
-    @T.inline
     def multiply(s, rows, q, row, k, key, u):
         for r in T.unroll(rows):
             for i in T.vectorized(LANES):
@@ -118,8 +120,8 @@ def score_op(tile: Tile, dtype: str, d: int, packed: bool):
         for n in range((count + block - 1) // block):
             s = T.alloc_buffer((half * block,), "float32")
             t = T.alloc_buffer((other * block,), "float32")
-            clear(s, half)
-            clear(t, other)
+            clear(s, half * block_units)
+            clear(t, other * block_units)
             for k in range(d):
                 for u in T.unroll(block_units):
                     key = T.alloc_buffer((LANES,), "float32")
@@ -212,12 +214,6 @@ def weigh_op(rows: int, dims: int, dtype: str, d: int, packed: bool, careful: bo
     half, other = _halves(rows)
 
     @T.inline
-    def clear(o, num):
-        for e in T.unroll(num * vectors):
-            for i in T.vectorized(LANES):
-                o[e * LANES + i] = T.float32(0)
-
-    @T.inline
     def multiply(o, num, scores, row, j, value, v):
         for r in T.unroll(num):
             for i in T.vectorized(LANES):
@@ -243,8 +239,8 @@ def weigh_op(rows: int, dims: int, dtype: str, d: int, packed: bool, careful: bo
     def weigh(scores, values, cache, value_at, decay, acc, r0, score_row, first_dim, count):
         o = T.alloc_buffer((half * dims,), "float32")
         p = T.alloc_buffer((other * dims,), "float32")
-        clear(o, half)
-        clear(p, other)
+        clear(o, half * vectors)
+        clear(p, other * vectors)
         for u in range((count + LANES - 1) // LANES):
             for j in range(T.min(count - u * LANES, LANES)):
                 for v in T.unroll(vectors):

@@ -349,33 +349,27 @@ def tree_attention_kernel(layout: str, dtype: str, head_dim: int, schedule: Sche
                                 acc[r * d + c * LANES + i] * inverse, dtype
                             )
 
+        @T.inline
+        def merge_one(index):
+            merge(
+                merges,
+                index,
+                query_start,
+                group,
+                partial_sum,
+                partial_stat,
+                out,
+                out_row_stride,
+                out_head_stride,
+            )
+
         if parallel_merge == 0:
             # A second parallel loop would wait for all threads once more, which on a busy machine
             # costs a time slice: not for little work.
             for index in range(num_merges):
-                merge(
-                    merges,
-                    index,
-                    query_start,
-                    group,
-                    partial_sum,
-                    partial_stat,
-                    out,
-                    out_row_stride,
-                    out_head_stride,
-                )
+                merge_one(index)
         else:
             for index in T.parallel(num_merges):
-                merge(
-                    merges,
-                    index,
-                    query_start,
-                    group,
-                    partial_sum,
-                    partial_stat,
-                    out,
-                    out_row_stride,
-                    out_head_stride,
-                )
+                merge_one(index)
 
     return tree_attention
