@@ -1,0 +1,1 @@
+"""The ops on graphics processors: what runs them, and what they are compiled to."""

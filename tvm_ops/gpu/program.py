@@ -1,0 +1,50 @@
+"""A compiled program for a graphics processor, as it is kept in a file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+KINDS = ("pointer", "int32", "int64", "float32")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One entry point.
+
+    arguments: (name, one of KINDS) in the order of the call. threads: of a block, in one dimension.
+    """
+
+    name: str
+    arguments: tuple[tuple[str, str], ...]
+    threads: int
+
+
+@dataclass(frozen=True)
+class Program:
+    """Kernels and their code: source text, or for CUDA a fat binary."""
+
+    code: bytes
+    kernels: tuple[Kernel, ...]
+
+    def packed(self) -> bytes:
+        """One line of JSON, then the code."""
+        header = json.dumps({"kernels": [asdict(kernel) for kernel in self.kernels]})
+        return header.encode() + b"\n" + self.code
+
+    @classmethod
+    def unpacked(cls, content: bytes) -> Program:
+        """Inverse of packed()."""
+        header, _, code = content.partition(b"\n")
+        kernels = [
+            Kernel(entry["name"], tuple((n, k) for n, k in entry["arguments"]), entry["threads"])
+            for entry in json.loads(header)["kernels"]
+        ]
+        return cls(code, tuple(kernels))
+
+    def kernel(self, name: str) -> Kernel:
+        """The kernel called `name`. Raises KeyError if there is none."""
+        for kernel in self.kernels:
+            if kernel.name == name:
+                return kernel
+        raise KeyError(name)
