@@ -1,7 +1,11 @@
-"""The paged key-value cache layouts of vLLM's CPU attention, and plain torch access to them.
+"""The paged key-value cache layouts of vLLM's attention, and plain torch access to them.
 
-A layer's cache is one contiguous tensor [num_blocks, kv_heads, block_size, 2 * head_dim]. The last
-two dimensions only count elements: inside one (block, head) the memory is, row-major,
+A layer's cache is one tensor [num_blocks, kv_heads, block_size, 2 * head_dim]. On a GPU, layout
+"strided", a token's key and value are its last dimension, contiguous; the others have any strides,
+so a block may hold tokens before heads (NHD) or heads before tokens (HND).
+
+On a CPU the tensor is contiguous and its last two dimensions only count elements: inside one
+(block, head) the memory is, row-major,
 
     "vec"   keys [head_dim][block_size], then values [block_size][head_dim]
     "amx"   keys [block_size/16][head_dim/2][16 tokens][2 dims],
@@ -27,7 +31,10 @@ DTYPE_NAMES: Mapping[torch.dtype, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class KVLayout:
-    """One cache layout; `memory` names what is in memory, which two layouts may share."""
+    """One cache layout; `memory` names what is in memory, which two layouts may share.
+
+    strided: the layout of GPUs; its tensor may be anywhere and have strides.
+    """
 
     name: str
     memory: str
@@ -36,6 +43,7 @@ class KVLayout:
     head_dim_multiple: int
     key_tokens: int  # tokens packed together in keys
     value_tokens: int  # tokens packed together in values
+    strided: bool = False
 
 
 _VEC_DTYPES = tuple(DTYPE_NAMES)
@@ -46,6 +54,7 @@ LAYOUTS: Mapping[str, KVLayout] = MappingProxyType(
             KVLayout("vec", "vec", _VEC_DTYPES, 16, 16, 1, 1),
             KVLayout("vec16", "vec", _VEC_DTYPES, 16, 16, 1, 1),
             KVLayout("amx", "amx", (torch.bfloat16,), 32, 16, 16, 2),
+            KVLayout("strided", "strided", tuple(DTYPE_NAMES), 1, 16, 1, 1, strided=True),
         )
     }
 )
@@ -76,11 +85,13 @@ def check_cache(cache: Tensor, layout: KVLayout) -> None:
             f"layout {layout.name!r} holds {[str(d) for d in layout.dtypes]}, the cache is "
             f"{cache.dtype}"
         )
-    if cache.device.type != "cpu":
-        raise ValueError(f"the cache is on {cache.device}, these layouts live on the CPU")
-    if cache.dim() != 4 or not cache.is_contiguous():
+    if cache.device.type != "cpu" and not layout.strided:
+        raise ValueError(f"the cache is on {cache.device}, layout {layout.name!r} is of CPUs")
+    placed = cache.stride()[-1:] == (1,) if layout.strided else cache.is_contiguous()
+    if cache.dim() != 4 or not placed:
         raise ValueError(
-            "expected a contiguous cache [num_blocks, kv_heads, block_size, 2 * head_dim], got "
+            f"expected a {'' if layout.strided else 'contiguous '}cache [num_blocks, kv_heads, "
+            f"block_size, 2 * head_dim]{' with a contiguous last dimension' * layout.strided}, got "
             f"shape {tuple(cache.shape)} with strides {cache.stride()}"
         )
     block_size, width = cache.shape[2:]
@@ -100,6 +111,9 @@ def _token_views(cache: Tensor, layout: KVLayout) -> tuple[Tensor, Tensor]:
     """Views [num_blocks, kv_heads, token group, token in group, ...] whose rest is head_dim."""
     num_blocks, heads, block_size, width = cache.shape
     head_dim = width // 2
+    if layout.strided:
+        keys, values = cache.split(head_dim, dim=3)
+        return keys.unsqueeze(3), values.unsqueeze(3)
     flat = cache.view(num_blocks, heads, 2, block_size * head_dim)
     keys, values = flat[:, :, 0], flat[:, :, 1]
     outer = (num_blocks, heads)

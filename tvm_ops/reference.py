@@ -49,7 +49,8 @@ def tree_attention_reference(
         logits = torch.einsum("rhgd,phd->hgrp", q, keys) * scale
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
-        weights = torch.softmax(logits.masked_fill(~seen, -torch.inf), dim=-1)
+        hidden = ~seen.to(logits.device)
+        weights = torch.softmax(logits.masked_fill(hidden, -torch.inf), dim=-1)
         result = torch.einsum("hgrp,phd->rhgd", weights, values)
         out[start : start + rows] = result.flatten(1, 2).to(out.dtype)
 

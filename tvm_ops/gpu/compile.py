@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,35 @@ _CUDA_ENTRY = re.compile(r'extern "C" __global__ void .*?(\w+)_kernel\(([^)]*)\)
 _CUDA_KINDS = {"int": "int32", "int64_t": "int64", "float": "float32"}
 
 
-def write_source(spec: KernelSpec, target: GpuTarget) -> tuple[str, dict[str, int]]:
-    """Source text of all kernels of `spec`, and the threads of a block of each."""
-    import tvm
+@dataclass(frozen=True)
+class Source:
+    """Source text of all kernels of one spec, and the threads of a block of each.
 
-    functions = _functions(spec, target)
+    tile: rows, keys and combine_rows of Program.
+    """
+
+    text: str
+    threads: dict[str, int]
+    tile: dict[str, int]
+
+
+def write_source(spec: KernelSpec, target: GpuTarget) -> Source:
+    """Have TVM write the kernels of `spec` in the target's language.
+
+    Raises RuntimeError when TVM is missing.
+    """
+    try:
+        import tvm
+    except ImportError as error:
+        raise RuntimeError(
+            f"compiling {spec} needs TVM's compiler, which does not import ({error}); install "
+            "apache-tvm, or copy the kernel cache from a machine of the same kind"
+        ) from error
+    functions, tile = _functions(spec, target)
     module = tvm.IRModule({name: function for name, (function, _) in functions.items()})
     executable = tvm.compile(module, target=tvm.target.Target(_tvm_target(target)))
-    source = str(executable.mod.imports[0].inspect_source())
-    return source, {name: threads for name, (_, threads) in functions.items()}
+    text = str(executable.mod.imports[0].inspect_source())
+    return Source(text, {name: threads for name, (_, threads) in functions.items()}, tile)
 
 
 def _tvm_target(target: GpuTarget) -> dict[str, Any]:
@@ -41,7 +62,9 @@ def _tvm_target(target: GpuTarget) -> dict[str, Any]:
     return wanted
 
 
-def _functions(spec: KernelSpec, target: GpuTarget) -> dict[str, tuple[Any, int]]:
+def _functions(
+    spec: KernelSpec, target: GpuTarget
+) -> tuple[dict[str, tuple[Any, int]], dict[str, int]]:
     from tvm_ops.kernels import gpu_compact_kv, gpu_mma_attention, gpu_tree_attention
 
     if spec.op == "compact_kv":
@@ -49,7 +72,7 @@ def _functions(spec: KernelSpec, target: GpuTarget) -> dict[str, tuple[Any, int]
             compact = gpu_compact_kv.compact_kv_all_kernel()
         else:
             compact = gpu_compact_kv.compact_kv_layer_kernel(target.index)
-        return {"compact_kv": (compact, gpu_compact_kv.COMPACT_THREADS)}
+        return {"compact_kv": (compact, gpu_compact_kv.COMPACT_THREADS)}, {}
     d, dtype = spec.head_dim, spec.dtype
     if target.tensor_cores and dtype != "float32":
         tile = gpu_mma_attention.mma_tile(d)
@@ -60,16 +83,18 @@ def _functions(spec: KernelSpec, target: GpuTarget) -> dict[str, tuple[Any, int]
         rows, keys = gpu_tree_attention.SIMT_ROWS, gpu_tree_attention.SIMT_KEYS
         threads = gpu_tree_attention.SIMT_THREADS
     combine = gpu_tree_attention.combine_kernel(dtype, d, rows, keys, target.index)
-    return {
+    functions = {
         "tree_attention": (attention, threads),
         "combine": (combine, gpu_tree_attention.COMBINE_THREADS),
     }
+    combine_rows = gpu_tree_attention.COMBINE_ROWS
+    return functions, {"rows": rows, "keys": keys, "combine_rows": combine_rows}
 
 
-def cuda_kernels(source: str, threads: dict[str, int]) -> tuple[Kernel, ...]:
-    """The entry points of CUDA source; TVM sorts their arguments, so the source is asked."""
+def cuda_kernels(source: Source) -> tuple[Kernel, ...]:
+    """The entry points of CUDA source; TVM sorts their arguments, so the text is asked."""
     found = []
-    for match in _CUDA_ENTRY.finditer(source):
+    for match in _CUDA_ENTRY.finditer(source.text):
         arguments = []
         for text in match[2].split(","):
             kind, name = text.strip().rsplit(" ", 1)
@@ -80,9 +105,10 @@ def cuda_kernels(source: str, threads: dict[str, int]) -> tuple[Kernel, ...]:
                     "pointer" if pointer else _CUDA_KINDS[kind],
                 )
             )
-        found.append(Kernel(match[1], tuple(arguments), threads[match[1]]))
-    if {kernel.name for kernel in found} != set(threads):
-        raise RuntimeError(f"expected kernels {sorted(threads)} in TVM's source, got {found}")
+        found.append(Kernel(match[1], tuple(arguments), source.threads[match[1]]))
+    names = [kernel.name for kernel in found]
+    if sorted(names) != sorted(source.threads):
+        raise RuntimeError(f"expected kernels {list(source.threads)} in TVM's source, got {names}")
     return tuple(found)
 
 
@@ -91,8 +117,7 @@ def compile_cuda(spec: KernelSpec, target: GpuTarget) -> Program:
 
     Raises RuntimeError when TVM or nvcc is missing or fails.
     """
-    source, threads = write_source(spec, target)
-    kernels = cuda_kernels(source, threads)
+    source = write_source(spec, target)
     nvcc = find_nvcc()
     known = nvcc_architectures(nvcc)
     chosen = [a for a in target.architectures if a in known]
@@ -103,7 +128,8 @@ def compile_cuda(spec: KernelSpec, target: GpuTarget) -> Program:
         )
     flags = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in chosen]
     flags.append(f"-gencode=arch=compute_{chosen[-1]},code=compute_{chosen[-1]}")
-    return Program(run_nvcc(nvcc, source, ["-fatbin", *flags])[0], kernels)
+    code, _ = run_nvcc(nvcc, source.text, ["-fatbin", *flags])
+    return Program(code, cuda_kernels(source), **source.tile)
 
 
 def run_nvcc(nvcc: str, source: str, flags: list[str]) -> tuple[bytes, str]:

@@ -22,25 +22,34 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Program:
-    """Kernels and their code: source text, or for CUDA a fat binary."""
+    """Kernels and their code: source text, or for CUDA a fat binary.
+
+    rows, keys: of a block of tree_attention, which handles `rows` rows and visits keys in tiles of
+    `keys`. combine_rows: of a block of combine. 0 for other ops.
+    """
 
     code: bytes
     kernels: tuple[Kernel, ...]
+    rows: int = 0
+    keys: int = 0
+    combine_rows: int = 0
 
     def packed(self) -> bytes:
         """One line of JSON, then the code."""
-        header = json.dumps({"kernels": [asdict(kernel) for kernel in self.kernels]})
-        return header.encode() + b"\n" + self.code
+        header = asdict(self)
+        del header["code"]
+        return json.dumps(header).encode() + b"\n" + self.code
 
     @classmethod
     def unpacked(cls, content: bytes) -> Program:
         """Inverse of packed()."""
-        header, _, code = content.partition(b"\n")
-        kernels = [
+        line, _, code = content.partition(b"\n")
+        header = json.loads(line)
+        header["kernels"] = tuple(
             Kernel(entry["name"], tuple((n, k) for n, k in entry["arguments"]), entry["threads"])
-            for entry in json.loads(header)["kernels"]
-        ]
-        return cls(code, tuple(kernels))
+            for entry in header["kernels"]
+        )
+        return cls(code, **header)
 
     def kernel(self, name: str) -> Kernel:
         """The kernel called `name`. Raises KeyError if there is none."""
