@@ -83,14 +83,14 @@ def artifact_path(spec: KernelSpec, target: CpuTarget | None = None) -> Path:
 
 
 @functools.cache
-def source_digest(op: str) -> bytes:
+def source_digest(op: str, on_gpu: bool = False) -> bytes:
     """Hash of the sources that an op's library is made of."""
     if op == "launcher":
         sources = [PACKAGE / "launcher.c"]
     else:
         kernels = sorted((PACKAGE / "kernels").glob("*.py"))
-        sources = [path for path in kernels if not path.name.startswith("gpu_")]
-        sources.append(PACKAGE / "compile.py")
+        sources = [path for path in kernels if path.name.startswith("gpu_") == on_gpu]
+        sources.append(PACKAGE / "gpu" / "compile.py" if on_gpu else PACKAGE / "compile.py")
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in sources)).digest()
 
 

@@ -17,6 +17,7 @@ from rich.markup import escape
 from rich.progress import track
 
 from tvm_ops.artifact import KernelSpec, source_digest
+from tvm_ops.gpu.targets import GPU_TARGETS, GpuTarget
 from tvm_ops.targets import TARGETS, CpuTarget, find_target, host_target
 
 MANIFEST = "manifest.json"
@@ -28,47 +29,59 @@ class BuildError(Exception):
 
 
 def build(
-    target: CpuTarget, kernels: Sequence[KernelSpec], out: Path, console: Console
+    target: CpuTarget | GpuTarget, kernels: Sequence[KernelSpec], out: Path, console: Console
 ) -> dict[str, Any]:
-    """Compile `kernels` and the launcher into `out`, the manifest last; return the manifest.
+    """Compile `kernels`, and for a CPU the launcher, into `out`; return the manifest, written last.
 
     Progress is shown on `console`.
 
     Raises BuildError when a compiler is missing or fails, or `out` can't be written.
     """
-    specs = [_LAUNCHER, *kernels]
+    specs = [*kernels] if isinstance(target, GpuTarget) else [_LAUNCHER, *kernels]
     try:
         out.mkdir(parents=True, exist_ok=True)
         (out / MANIFEST).unlink(missing_ok=True)  # it describes what was there before
         done = _compile(target, specs, out)
         title = f"building for {target.name}"
         entries = list(track(done, title, total=len(specs), console=console))
-        manifest = {
-            "format": 1,
-            "target": {
-                "name": target.name,
-                "machine": target.machine,
-                "cpu_flags": sorted(target.flags),
-                "llvm": target.llvm,
-            },
-            "versions": {
-                "tvm": metadata.version("apache-tvm"),
-                "tvm_ffi": metadata.version("apache-tvm-ffi"),
-                "kernel_sources": source_digest("tree_attention").hex(),
-                "launcher_source": source_digest("launcher").hex(),
-            },
-            "libraries": [
-                {**_describe(spec, out), **entry}
-                for spec, entry in zip(specs, entries, strict=True)
-            ],
-        }
+        manifest = {"format": 1, **_manifest(target, specs, entries, out)}
         (out / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
     except OSError as error:
         raise BuildError(f"{out} can't be written ({error})") from error
     return manifest
 
 
-def _compile(target: CpuTarget, specs: Sequence[KernelSpec], out: Path) -> Iterator[dict[str, Any]]:
+def _manifest(
+    target: CpuTarget | GpuTarget,
+    specs: Sequence[KernelSpec],
+    entries: Sequence[dict[str, Any]],
+    out: Path,
+) -> dict[str, Any]:
+    versions = {
+        "tvm": metadata.version("apache-tvm"),
+        "tvm_ffi": metadata.version("apache-tvm-ffi"),
+    }
+    if isinstance(target, GpuTarget):
+        versions["kernel_sources"] = source_digest("tree_attention", True).hex()
+        kernels = [kernel for entry in entries for kernel in entry["kernels"]]
+        return {"target": {"name": target.name}, "versions": versions, "kernels": kernels}
+    versions["kernel_sources"] = source_digest("tree_attention").hex()
+    versions["launcher_source"] = source_digest("launcher").hex()
+    about = {
+        "name": target.name,
+        "machine": target.machine,
+        "cpu_flags": sorted(target.flags),
+        "llvm": target.llvm,
+    }
+    libraries = [
+        {**_describe(spec, out), **entry} for spec, entry in zip(specs, entries, strict=True)
+    ]
+    return {"target": about, "versions": versions, "libraries": libraries}
+
+
+def _compile(
+    target: CpuTarget | GpuTarget, specs: Sequence[KernelSpec], out: Path
+) -> Iterator[dict[str, Any]]:
     command = [sys.executable, "-m", "tvm_ops.compile", "--target", target.name, "--out", str(out)]
     child = subprocess.Popen(
         [*command, *map(str, specs)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -129,6 +142,17 @@ def kernels_for(
     return list(dict.fromkeys([*attention, *(compact_spec(*pair) for pair in pairs)]))
 
 
+def _check_layouts(target: CpuTarget | GpuTarget, layouts: Sequence[str]) -> None:
+    from tvm_ops.layouts import LAYOUTS
+
+    on_gpu = isinstance(target, GpuTarget)
+    fitting = [name for name, kind in LAYOUTS.items() if kind.strided == on_gpu]
+    if wrong := sorted(set(layouts) & set(LAYOUTS) - set(fitting)):
+        raise BuildError(
+            f"layout {wrong[0]!r} is not for {target.name}, which has {', '.join(fitting)}"
+        )
+
+
 app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
 
 
@@ -141,10 +165,13 @@ def main(
     out: Annotated[Path, typer.Option(help="Directory for the libraries and manifest.json.")],
     target: Annotated[
         str | None,
-        typer.Option(help=f"One of {', '.join(TARGETS)}; without it, this machine's best."),
+        typer.Option(
+            help=f"One of {', '.join([*TARGETS, *GPU_TARGETS])}; without it, this machine's best."
+        ),
     ] = None,
     layout: Annotated[
-        list[str] | None, typer.Option(help="KV-cache layout, repeatable. [default: vec]")
+        list[str] | None,
+        typer.Option(help="KV-cache layout, repeatable. [default: vec, on GPUs strided]"),
     ] = None,
     dtype: Annotated[
         list[str] | None, typer.Option(help="Element type, repeatable. [default: float32]")
@@ -156,8 +183,13 @@ def main(
     """Build kernel libraries and a manifest that describes them, for this or another machine."""
     console = Console(stderr=True)
     try:
-        chosen = host_target() if target is None else find_target(target)
-        kernels = kernels_for(layout or ["vec"], dtype or ["float32"], head_dim or [64])
+        chosen: CpuTarget | GpuTarget
+        if target is not None and target in GPU_TARGETS:
+            chosen, usual = GPU_TARGETS[target], "strided"
+        else:
+            chosen, usual = host_target() if target is None else find_target(target), "vec"
+        _check_layouts(chosen, layout or [usual])
+        kernels = kernels_for(layout or [usual], dtype or ["float32"], head_dim or [64])
         build(chosen, kernels, out, console)
     except (BuildError, ValueError) as error:
         console.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)

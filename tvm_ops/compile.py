@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tvm_ops.artifact import PACKAGE, KernelSpec, artifact_path, is_intact, sealed
+from tvm_ops.gpu.targets import GPU_TARGETS, GpuTarget
 from tvm_ops.targets import CpuTarget, find_target, host_target
 
 logger = logging.getLogger(__name__)
@@ -171,6 +172,15 @@ def _kernel(spec: KernelSpec, target: CpuTarget) -> Any:
     return tree_attention_kernel(spec.memory, spec.dtype, spec.head_dim, schedule)
 
 
+def _export(specs: Sequence[KernelSpec], target: GpuTarget, out: Path | None) -> None:
+    from tvm_ops.gpu.export import export
+
+    if out is None:
+        raise ValueError(f"kernels for {target.name} need --out")
+    for spec in specs:
+        print(json.dumps({"kernels": export(spec, target, out)}), flush=True)
+
+
 def main(arguments: Sequence[str]) -> int:
     """Compile the named kernels; print each path, or with --out a line of JSON, when it is done."""
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
@@ -180,8 +190,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("kernels", nargs="+", metavar="OP:MEMORY:DTYPE:HEAD_DIM")
     options = parser.parse_args(arguments)
     try:
+        specs = [KernelSpec.parse(text) for text in options.kernels]
+        if options.target in GPU_TARGETS:
+            _export(specs, GPU_TARGETS[options.target], options.out)
+            return 0
         target = host_target() if options.target is None else find_target(options.target)
-        for spec in [KernelSpec.parse(text) for text in options.kernels]:
+        for spec in specs:
             if options.out is None:
                 print(*compile_missing([spec], target), flush=True)
             else:

@@ -102,7 +102,8 @@ def compact_spec(layout: str, dtype: torch.dtype) -> KernelSpec:
     kind = find_layout(layout)
     if dtype not in kind.dtypes:
         raise TypeError(f"layout {layout!r} holds {[str(d) for d in kind.dtypes]}, got {dtype}")
-    return KernelSpec("compact_kv", kind.memory, f"uint{8 * dtype.itemsize}")
+    bits = 32 if kind.strided else 8 * dtype.itemsize
+    return KernelSpec("compact_kv", kind.memory, f"uint{bits}")
 
 
 def ensure_compiled(specs: Sequence[KernelSpec]) -> None:

@@ -36,22 +36,32 @@ class Source:
 
 
 def write_source(spec: KernelSpec, target: GpuTarget) -> Source:
-    """Have TVM write the kernels of `spec` in the target's language.
+    """Have TVM write the kernels of `spec` in the target's language, as one text.
 
     Raises RuntimeError when TVM is missing.
     """
-    try:
-        import tvm
-    except ImportError as error:
-        raise RuntimeError(
-            f"compiling {spec} needs TVM's compiler, which does not import ({error}); install "
-            "apache-tvm, or copy the kernel cache from a machine of the same kind"
-        ) from error
     functions, tile = _functions(spec, target)
-    module = tvm.IRModule({name: function for name, (function, _) in functions.items()})
-    executable = tvm.compile(module, target=tvm.target.Target(_tvm_target(target)))
-    text = str(executable.mod.imports[0].inspect_source())
+    text = _write({name: function for name, (function, _) in functions.items()}, target)
     return Source(text, {name: threads for name, (_, threads) in functions.items()}, tile)
+
+
+def write_modules(spec: KernelSpec, target: GpuTarget) -> dict[str, Source]:
+    """As write_source, one text for each kernel.
+
+    Metal and WebGPU need this: TVM gives the declarations of all kernels the same names.
+    """
+    functions, tile = _functions(spec, target)
+    return {
+        name: Source(_write({name: function}, target), {name: threads}, tile)
+        for name, (function, threads) in functions.items()
+    }
+
+
+def _write(functions: dict[str, Any], target: GpuTarget) -> str:
+    import tvm
+
+    executable = tvm.compile(tvm.IRModule(functions), target=tvm.target.Target(_tvm_target(target)))
+    return str(executable.mod.imports[0].inspect_source())
 
 
 def _tvm_target(target: GpuTarget) -> dict[str, Any]:
@@ -65,7 +75,13 @@ def _tvm_target(target: GpuTarget) -> dict[str, Any]:
 def _functions(
     spec: KernelSpec, target: GpuTarget
 ) -> tuple[dict[str, tuple[Any, int]], dict[str, int]]:
-    from tvm_ops.kernels import gpu_compact_kv, gpu_mma_attention, gpu_tree_attention
+    try:
+        from tvm_ops.kernels import gpu_compact_kv, gpu_mma_attention, gpu_tree_attention
+    except ImportError as error:
+        raise RuntimeError(
+            f"compiling {spec} needs TVM's compiler, which does not import ({error}); install "
+            "apache-tvm, or copy the kernel cache from a machine of the same kind"
+        ) from error
 
     if spec.op == "compact_kv":
         if target.kind == "cuda":

@@ -45,16 +45,16 @@ def compact_kv_all_kernel():
                     cache = T.decl_buffer((T.int64(1 << 46),), "uint32", data=ptr, align=4)
                     head: T.let[T.int64] = T.cast(bx, "int64") * head_stride
                     size: T.let[T.int64] = T.cast(block_size, "int64")
-                    for move in range(num_moves):
-                        if source[move] >= T.int64(0):
+                    for m in range(num_moves):
+                        if source[m] >= T.int64(0):
                             from_at: T.let[T.int64] = (
-                                T.truncdiv(source[move], size) * block_stride
-                                + T.truncmod(source[move], size) * token_stride
+                                T.truncdiv(source[m], size) * block_stride
+                                + T.truncmod(source[m], size) * token_stride
                                 + head
                             )
                             to_at: T.let[T.int64] = (
-                                T.truncdiv(target[move], size) * block_stride
-                                + T.truncmod(target[move], size) * token_stride
+                                T.truncdiv(target[m], size) * block_stride
+                                + T.truncmod(target[m], size) * token_stride
                                 + head
                             )
                             for c in range((token_words - tx + COMPACT_THREADS - 1) >> 6):
@@ -90,16 +90,16 @@ def compact_kv_layer_kernel(index: str = "int32"):
         for bx in T.thread_binding(kv_heads, "blockIdx.x"):
             for tx in T.thread_binding(COMPACT_THREADS, "threadIdx.x"):
                 head: T.let[offset_type] = T.cast(bx, index) * head_stride
-                for move in range(num_moves):
-                    if source[move] >= 0:
+                for m in range(num_moves):
+                    if source[m] >= 0:
                         from_at: T.let[offset_type] = (
-                            T.cast(T.truncdiv(source[move], block_size), index) * block_stride
-                            + T.cast(T.truncmod(source[move], block_size), index) * token_stride
+                            T.cast(T.truncdiv(source[m], block_size), index) * block_stride
+                            + T.cast(T.truncmod(source[m], block_size), index) * token_stride
                             + head
                         )
                         to_at: T.let[offset_type] = (
-                            T.cast(T.truncdiv(target[move], block_size), index) * block_stride
-                            + T.cast(T.truncmod(target[move], block_size), index) * token_stride
+                            T.cast(T.truncdiv(target[m], block_size), index) * block_stride
+                            + T.cast(T.truncmod(target[m], block_size), index) * token_stride
                             + head
                         )
                         for c in range((token_words - tx + COMPACT_THREADS - 1) >> 6):

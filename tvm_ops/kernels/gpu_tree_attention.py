@@ -323,7 +323,8 @@ def combine_kernel(dtype: str, head_dim: int, block_rows: int, key_tile: int, in
                     tree: T.let[T.int32] = T.truncdiv(by, kv_heads)
                     head: T.let[T.int32] = T.truncmod(by, kv_heads)
                     row: T.let[T.int32] = bx * COMBINE_ROWS + tx // lanes
-                    _, tiles, share = split_tiles(trees, tree, key_tile, splits)
+                    # Not `_`: TVM would make it `__1`, which WGSL forbids.
+                    first_key, tiles, share = split_tiles(trees, tree, key_tile, splits)  # noqa: RUF059
                     if row < trees[tree * TREE_FIELDS + TREE_ROWS] * group:
                         # Splits without a tile wrote nothing.
                         used: T.let[T.int32] = T.truncdiv(tiles + share - 1, T.max(share, 1))

@@ -69,7 +69,9 @@ def word_of(values, word, dtype):
 
 def cap_logit(logit, softcap):
     """softcap * tanh(logit), or `logit` if softcap is 0: scale carries the division."""
-    inside = T.max(T.min(logit, T.float32(15)), T.float32(-15))  # some tanh overflow far out
+    # Some tanh overflow far out. Comparisons, as min and max would turn a NaN into a number.
+    low = T.Select(logit < T.float32(-15), T.float32(-15), logit)
+    inside = T.Select(logit > T.float32(15), T.float32(15), low)
     return T.Select(softcap > T.float32(0), softcap * T.tanh(inside), logit)
 
 
