@@ -248,18 +248,18 @@ def tree_attention_simt_kernel(dtype: str, head_dim: int, index: str = "int64"):
                     T.tvm_storage_sync("shared")
                     if count > 0:
                         for c in T.unroll(cells):
-                            local: T.let[T.int32] = (tx + c * SIMT_THREADS) // w
+                            place: T.let[T.int32] = (tx + c * SIMT_THREADS) // w
                             word: T.let[T.int32] = (tx + c * SIMT_THREADS) % w
-                            if first_row + local < rows:
+                            if first_row + place < rows:
                                 if splits == 1:
                                     for e in T.unroll(per):
-                                        acc[c * per + e] = acc[c * per + e] / row_sum[local]
+                                        acc[c * per + e] = acc[c * per + e] / row_sum[place]
                                     out[
                                         row_offset(
                                             trees,
                                             tree,
                                             head,
-                                            first_row + local,
+                                            first_row + place,
                                             group,
                                             out_row_stride,
                                             out_head_stride,
@@ -270,15 +270,15 @@ def tree_attention_simt_kernel(dtype: str, head_dim: int, index: str = "int64"):
                                 else:
                                     at: T.let[offset_type] = (
                                         T.cast(by * (row_tiles * splits) + bx, index) * SIMT_ROWS
-                                        + T.cast(local, index)
+                                        + T.cast(place, index)
                                     ) * (d + 2)
                                     for e in T.unroll(per):
                                         partial[at + T.cast(word * per + e, index)] = acc[
                                             c * per + e
                                         ]
                                     if word == 0:
-                                        partial[at + d] = row_max[local]
-                                        partial[at + (d + 1)] = row_sum[local]
+                                        partial[at + d] = row_max[place]
+                                        partial[at + (d + 1)] = row_sum[place]
 
     return tree_attention_simt
 
