@@ -90,6 +90,8 @@ def source_digest(op: str, on_gpu: bool = False) -> bytes:
     else:
         kernels = sorted((PACKAGE / "kernels").glob("*.py"))
         sources = [path for path in kernels if path.name.startswith("gpu_") == on_gpu]
+        if on_gpu:
+            sources.append(PACKAGE / "kernels" / "vector_math.py")  # both kinds use it
         sources.append(PACKAGE / "gpu" / "compile.py" if on_gpu else PACKAGE / "compile.py")
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in sources)).digest()
 

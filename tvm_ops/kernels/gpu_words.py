@@ -6,6 +6,8 @@ needs a 16-bit type, and loads are never narrower than 32 bits.
 
 from tvm.script import tirx as T
 
+from tvm_ops.kernels.vector_math import TANH_COEFFICIENTS, TANH_SMALL, magnitude, polynomial
+
 LOWEST = -1.0e30  # running maximum before any key: finite, so LOWEST - LOWEST is not NaN
 HIDDEN = -3.0e38  # logit of a key that is not seen: 2**(HIDDEN - LOWEST) is 0
 TREE_FIELDS = 8  # of a row of the table of trees; the first five are used, see TREE_*
@@ -27,8 +29,10 @@ def word_to_float32(word, half, dtype):
     magnitude = T.bitwise_and(bits, T.uint32(0x7FFF))
     sign = T.bitwise_and(bits, T.uint32(0x8000)) << T.uint32(16)
     shifted = magnitude << T.uint32(13)
-    # Subnormals come from an integer: some GPUs flush float32 subnormals to 0.
-    tiny = T.reinterpret("uint32", T.cast(T.cast(magnitude, "int32"), "float32") * 2.0**-24)
+    # Some GPUs flush float32 subnormals to 0, so float16's are made beside 0.5, where the last place
+    # is theirs. Not by a factor of 2**-24: TVM writes 7 digits of a constant, which is too few.
+    placed = T.reinterpret("float32", magnitude + T.uint32(0x3F000000))
+    tiny = T.reinterpret("uint32", placed - T.float32(0.5))
     finite = T.Select(magnitude < T.uint32(0x400), tiny, shifted + T.uint32(112 << 23))
     special = T.bitwise_or(shifted, T.uint32(0x7F800000))
     bits = T.Select(magnitude < T.uint32(0x7C00), finite, special)
@@ -68,11 +72,19 @@ def word_of(values, word, dtype):
 
 
 def cap_logit(logit, softcap):
-    """softcap * tanh(logit), or `logit` if softcap is 0: scale carries the division."""
-    # Some tanh overflow far out. Comparisons, as min and max would turn a NaN into a number.
-    low = T.Select(logit < T.float32(-15), T.float32(-15), logit)
-    inside = T.Select(logit > T.float32(15), T.float32(15), low)
-    return T.Select(softcap > T.float32(0), softcap * T.tanh(inside), logit)
+    """softcap * tanh(logit), or `logit` if softcap is 0: scale carries the division.
+
+    As vector_math.tanh. The languages' own may be (e**2x - 1) / (e**2x + 1), which cancels near 0.
+    """
+    square = logit * logit
+    small = logit + logit * square * polynomial(square, TANH_COEFFICIENTS)
+    size = T.reinterpret("float32", magnitude(logit))
+    power = T.exp2(size * T.float32(-2.8853900817779268))  # e**(-2 |x|)
+    large = T.reinterpret("uint32", (T.float32(1) - power) / (T.float32(1) + power))
+    sign = T.bitwise_and(T.reinterpret("uint32", logit), T.uint32(0x80000000))
+    signed = T.reinterpret("float32", T.bitwise_or(large, sign))
+    capped = softcap * T.Select(size < T.float32(TANH_SMALL), small, signed)
+    return T.Select(softcap > T.float32(0), capped, logit)
 
 
 def sees(masks, first_visible, tree, row, position, context, mask_rows, mask_words):
