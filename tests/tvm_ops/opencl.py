@@ -55,9 +55,7 @@ class OpenClEngine:
             else:
                 kernel.set_arg(argument["index"], _SCALARS[argument["kind"]](value))
         threads = about["threads"]
-        cl.enqueue_nd_range_kernel(
-            self._queue, kernel, (grid[0] * threads, grid[1]), (threads, 1)
-        )
+        cl.enqueue_nd_range_kernel(self._queue, kernel, (grid[0] * threads, grid[1]), (threads, 1))
         for bytes_, buffer in bound:
             if len(bytes_):
                 cl.enqueue_copy(self._queue, bytes_, buffer)

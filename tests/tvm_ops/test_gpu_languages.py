@@ -214,9 +214,7 @@ def test_every_16_bit_value_passes_unchanged(kernels, dtype):
     # A row that sees one key returns its value: all bit patterns, among them subnormals.
     patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
     trees, kv_heads = 32, 32
-    case = case_of(
-        dtype=dtype, lens=[1] * trees, contexts=[0] * trees, kv_heads=kv_heads, group=1
-    )
+    case = case_of(dtype=dtype, lens=[1] * trees, contexts=[0] * trees, kv_heads=kv_heads, group=1)
     values = patterns.view(trees, kv_heads, 64)
     slots = case.batch.block_table[:, 0].long() * case.kv_cache.shape[2]
     write_rows(case.kv_cache, case.layout, slots, torch.zeros_like(values), values)

@@ -58,9 +58,7 @@ class WebGpuEngine:
                 scalars[binding] = before + struct.pack(f"<{_FORMATS[argument['kind']]}", value)
         for binding, data in scalars.items():
             data += bytes(-len(data) % 16)
-            buffer = self._device.create_buffer_with_data(
-                data=data, usage=wgpu.BufferUsage.UNIFORM
-            )
+            buffer = self._device.create_buffer_with_data(data=data, usage=wgpu.BufferUsage.UNIFORM)
             entries.append({"binding": binding, "resource": {"buffer": buffer}})
         group = self._device.create_bind_group(
             layout=pipeline.get_bind_group_layout(0), entries=entries

@@ -29,8 +29,8 @@ def word_to_float32(word, half, dtype):
     magnitude = T.bitwise_and(bits, T.uint32(0x7FFF))
     sign = T.bitwise_and(bits, T.uint32(0x8000)) << T.uint32(16)
     shifted = magnitude << T.uint32(13)
-    # Some GPUs flush float32 subnormals to 0, so float16's are made beside 0.5, where the last place
-    # is theirs. Not by a factor of 2**-24: TVM writes 7 digits of a constant, which is too few.
+    # Some GPUs flush float32 subnormals to 0, so float16's are made beside 0.5, whose last place is
+    # theirs. Not by a factor of 2**-24: TVM writes 7 digits of a constant, which is too few.
     placed = T.reinterpret("float32", magnitude + T.uint32(0x3F000000))
     tiny = T.reinterpret("uint32", placed - T.float32(0.5))
     finite = T.Select(magnitude < T.uint32(0x400), tiny, shifted + T.uint32(112 << 23))
