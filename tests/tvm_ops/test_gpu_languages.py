@@ -1,7 +1,7 @@
 """The GPU kernels of all languages but CUDA against the references, called by their manifests.
 
-OpenCL runs on PoCL, WGSL on any Vulkan device (lavapipe is one without a GPU), and Metal's text, for
-which Linux has no compiler, as C++. Bounds are explained in tvm_ops.testing.
+OpenCL runs on PoCL, WGSL on any Vulkan device (lavapipe is one without a GPU), and Metal's text,
+for which Linux has no compiler, as C++. Bounds are explained in tvm_ops.testing.
 """
 
 from __future__ import annotations
