@@ -14,7 +14,7 @@ import torch
 from tests.tvm_ops.gpu_call import Engine, ExportedKernels, build_kernels
 from tvm_ops import TreeBatch
 from tvm_ops.layouts import cache_shape, read_rows, write_rows
-from tvm_ops.reference import compact_kv_reference
+from tvm_ops.reference import compact_kv_reference, tree_attention_reference
 from tvm_ops.testing import AttentionCase, chain_masks, error_and_bound, make_case, tree_rows
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -130,6 +130,18 @@ def test_softcap(kernels, cap):
     case = case_of(**RAGGED)
     check(kernels, dataclasses.replace(case, softcap=cap, scale=1.0))
     check(kernels, dataclasses.replace(case, softcap=cap, sliding_window=33), 2)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_large_logits_do_not_overflow(kernels, splits):
+    # To about 800, exp overflows at 88: weights are finite only with the right maximum. Logits of
+    # this size carry a rounding of their own, to 1e-4, which the usual bound does not know.
+    case = dataclasses.replace(case_of(lens=[7], contexts=[200]), scale=30.0)
+    out, exact = kernels.attention(case, splits), torch.empty_like(case.out)
+    tree_attention_reference(
+        case.query, case.kv_cache, exact, case.batch, **case.options, compute_dtype=torch.float64
+    )
+    torch.testing.assert_close(out[1:8], exact[1:8], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("seed", range(8))
