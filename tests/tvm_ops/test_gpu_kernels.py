@@ -218,7 +218,9 @@ def test_strides_of_the_cache(order, dtype, gpu):
 
 def test_no_trees_launch_nothing(gpu):
     case = case_of(lens=[], contexts=[])
-    tree_attention(case.query, case.kv_cache, case.out.clone(), tables_for(case, spare=1), **case.options)
+    tree_attention(
+        case.query, case.kv_cache, case.out.clone(), tables_for(case, spare=1), **case.options
+    )
     assert gpu.launches() == []
 
 
