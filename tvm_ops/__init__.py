@@ -1,4 +1,4 @@
-"""Kernels for tree-shaped speculative decoding over vLLM's paged CPU key-value cache.
+"""Kernels for tree-shaped speculative decoding over vLLM's paged key-value caches.
 
 Usable alone: imports neither vLLM nor medusa_plugin, and TVM itself only in a child process that
 compiles. Names are imported on first use, so that the compiler does not drag torch in.
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tvm_ops.attention import tree_attention
     from tvm_ops.compaction import KVCacheGroup, compact_kv
+    from tvm_ops.gpu.tree_tables import TreeTables
     from tvm_ops.layouts import LAYOUTS, KVLayout
     from tvm_ops.load import start_warm_up, warm_up
     from tvm_ops.probe import check_layout
@@ -23,6 +24,7 @@ __all__ = [
     "KVCacheGroup",
     "KVLayout",
     "TreeBatch",
+    "TreeTables",
     "check_layout",
     "compact_kv",
     "start_warm_up",
@@ -36,6 +38,7 @@ _HOMES = {
     "LAYOUTS": "layouts",
     "MAX_TREE_ROWS": "tree_batch",
     "TreeBatch": "tree_batch",
+    "TreeTables": "gpu.tree_tables",
     "check_layout": "probe",
     "compact_kv": "compaction",
     "start_warm_up": "load",

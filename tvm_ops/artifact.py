@@ -10,10 +10,12 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from tvm_ops.gpu.targets import GPU_TARGETS, GpuTarget
 from tvm_ops.targets import CpuTarget, host_target
 
 PACKAGE = Path(__file__).parent
 OPS = ("tree_attention", "compact_kv", "launcher")
+GPU_MEMORY = "strided"  # the layout memory of graphics processors
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
@@ -21,8 +23,8 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 class KernelSpec:
     """One compiled library: an op and what it is specialised on.
 
-    tree_attention: layout memory ("vec", "amx"), dtype, head_dim. compact_kv: layout memory, dtype.
-    launcher: nothing. Unused fields keep their defaults.
+    tree_attention: layout memory ("vec", "amx", "strided"), dtype, head_dim. compact_kv: layout
+    memory, dtype. launcher: nothing. Unused fields keep their defaults.
     """
 
     op: str
@@ -32,6 +34,11 @@ class KernelSpec:
 
     def __str__(self) -> str:
         return ":".join([self.op, self.memory, self.dtype, str(self.head_dim)])
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether it is for a graphics processor."""
+        return self.memory == GPU_MEMORY
 
     @property
     def stem(self) -> str:
@@ -61,25 +68,30 @@ def cache_dir() -> Path:
     return cache_root() / "kernels"
 
 
-def artifact_path(spec: KernelSpec, target: CpuTarget | None = None) -> Path:
+def serving_target(spec: KernelSpec) -> CpuTarget | GpuTarget:
+    """The target that this machine runs `spec` on; raises as host_target does."""
+    return GPU_TARGETS["cuda"] if spec.on_gpu else host_target()
+
+
+def artifact_path(spec: KernelSpec, target: CpuTarget | GpuTarget | None = None) -> Path:
     """File that holds `spec`, whether or not it exists yet.
 
     Its name carries a hash of the kernel sources and the target, and TVM's version. On a host
     without TVM's compiler, an artefact of any TVM version will do.
     """
-    target = host_target() if target is None else target
+    target = serving_target(spec) if target is None else target
     digest = hashlib.sha256()
-    digest.update(json.dumps([str(spec), target.llvm], sort_keys=True).encode())
-    digest.update(source_digest(spec.op))
+    digest.update(json.dumps([str(spec), target.identity], sort_keys=True).encode())
+    digest.update(source_digest(spec.op, spec.on_gpu))
     name = f"{spec.stem}-{digest.hexdigest()[:16]}"
     if spec.op == "launcher":
         return cache_dir() / f"{name}.so"
     try:
         version = importlib.metadata.version("apache-tvm")
     except importlib.metadata.PackageNotFoundError:
-        built = sorted(cache_dir().glob(f"{name}-tvm*.so"))
-        return built[-1] if built else cache_dir() / f"{name}-tvm.so"
-    return cache_dir() / f"{name}-tvm{version}.so"
+        built = sorted(cache_dir().glob(f"{name}-tvm*{target.suffix}"))
+        return built[-1] if built else cache_dir() / f"{name}-tvm{target.suffix}"
+    return cache_dir() / f"{name}-tvm{version}{target.suffix}"
 
 
 @functools.cache
@@ -103,6 +115,11 @@ def source_digest(op: str, on_gpu: bool = False) -> bytes:
 def sealed(content: bytes) -> bytes:
     """`content` as it is kept in the cache."""
     return content + hashlib.sha256(content).digest()
+
+
+def unsealed(path: Path) -> bytes:
+    """What was sealed into an intact file."""
+    return path.read_bytes()[:-_DIGEST_BYTES]
 
 
 def is_intact(path: Path) -> bool:

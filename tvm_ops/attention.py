@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from tvm_ops.gpu.attention import gpu_tree_attention
+from tvm_ops.gpu.tree_tables import TreeTables
 from tvm_ops.layouts import check_cache, find_layout
 from tvm_ops.load import attention_spec, kernel, reference_requested
 from tvm_ops.reference import tree_attention_reference
@@ -19,7 +21,7 @@ def tree_attention(
     query: Tensor,
     kv_cache: Tensor,
     out: Tensor,
-    batch: TreeBatch,
+    batch: TreeBatch | TreeTables,
     *,
     scale: float,
     layout: str,
@@ -40,10 +42,14 @@ def tree_attention(
 
     query: [num_tokens, num_heads, head_dim], the cache's dtype (float32, bfloat16, float16); last
         dimension contiguous, other strides free, so it may be a slice of a fused projection.
-    kv_cache: [num_blocks, kv_heads, block_size, 2 * head_dim], contiguous, in `layout`.
+    kv_cache: [num_blocks, kv_heads, block_size, 2 * head_dim], contiguous, in `layout`. In layout
+        "strided" only the last dimension is contiguous; the others begin at multiples of 16 bytes.
     out: like query, no overlap with the inputs. Rows of trees are written, others left alone.
     scale: factor of the logits, often head_dim ** -0.5.
-    layout: name in LAYOUTS: "vec", "vec16" or "amx".
+    batch: the trees; for layout "strided" a TreeTables on the GPU that holds them.
+    layout: name in LAYOUTS: on the CPU "vec", "vec16" or "amx", on a CUDA device "strided", where
+        the work is launched on the current stream, without allocation or synchronisation once
+        the batch's scratch is as large as needed.
     softcap: bound of the logits, as in Gemma 2; None: none.
     sliding_window: each row sees at most this many positions, its own the last; None: all. A row's
         position is context_len + its depth in the tree.
@@ -55,6 +61,12 @@ def tree_attention(
     check_cache(kv_cache, find_layout(layout))
     num_blocks, kv_heads, block_size, width = kv_cache.shape
     head_dim = width // 2
+    strided = isinstance(batch, TreeTables)
+    if strided != find_layout(layout).strided:
+        wanted = "TreeTables" if find_layout(layout).strided else "TreeBatch"
+        raise TypeError(
+            f"layout {layout!r} needs its trees as {wanted}, got {type(batch).__name__}"
+        )
     _check_rows("query", query, kv_cache, head_dim)
     _check_rows("out", out, kv_cache, head_dim)
     if query.shape != out.shape:
@@ -68,24 +80,42 @@ def tree_attention(
         raise ValueError(f"softcap must be positive and finite, or None, got {softcap}")
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window must be at least 1, or None, got {sliding_window}")
-    if batch.query_end > num_tokens:
-        raise ValueError(f"trees reach query row {batch.query_end - 1} of {num_tokens} rows")
-    batch.check_blocks(num_blocks, block_size)
-    if not len(batch):
-        return
+    trees = batch.batch if isinstance(batch, TreeTables) else batch
+    if trees is not None and trees.query_end > num_tokens:
+        raise ValueError(f"trees reach query row {trees.query_end - 1} of {num_tokens} rows")
+    if trees is not None and not strided:
+        trees.check_blocks(num_blocks, block_size)
     if reference_requested():
-        tree_attention_reference(
+        if trees is not None:
+            tree_attention_reference(
+                query,
+                kv_cache,
+                out,
+                trees,
+                scale=scale,
+                layout=layout,
+                softcap=softcap,
+                sliding_window=sliding_window,
+            )
+        return
+    group = num_heads // kv_heads
+    # The kernels take base-2 logits.
+    kernel_scale = scale / softcap if softcap else scale * _LOG2_E
+    kernel_softcap = softcap * _LOG2_E if softcap else 0.0
+    if isinstance(batch, TreeTables):
+        gpu_tree_attention(
+            spec,
             query,
             kv_cache,
             out,
             batch,
-            scale=scale,
-            layout=layout,
-            softcap=softcap,
+            scale=kernel_scale,
+            softcap=kernel_softcap,
             sliding_window=sliding_window,
         )
         return
-    group = num_heads // kv_heads
+    if not len(batch):
+        return
     plan = batch.plan(kv_heads, group, head_dim, torch.get_num_threads(), sliding_window)
     kernel(spec)(
         query.data_ptr(),
@@ -98,8 +128,8 @@ def tree_attention(
         kv_heads,
         block_size,
         group,
-        scale / softcap if softcap else scale * _LOG2_E,
-        softcap * _LOG2_E if softcap else 0.0,
+        kernel_scale,
+        kernel_softcap,
         *plan.arguments,
     )
 
@@ -107,8 +137,8 @@ def tree_attention(
 def _check_rows(name: str, tensor: Tensor, cache: Tensor, head_dim: int) -> None:
     if tensor.dtype != cache.dtype:
         raise TypeError(f"{name} is {tensor.dtype} but the cache is {cache.dtype}")
-    if tensor.device.type != "cpu":
-        raise ValueError(f"{name} must be on the CPU, got {tensor.device}")
+    if tensor.device != cache.device:
+        raise ValueError(f"{name} is on {tensor.device} but the cache is on {cache.device}")
     if tensor.dim() != 3 or tensor.shape[2] != head_dim:
         raise ValueError(
             f"{name} must be [num_tokens, num_heads, {head_dim}] for this cache, got "

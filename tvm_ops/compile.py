@@ -23,7 +23,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tvm_ops.artifact import PACKAGE, KernelSpec, artifact_path, is_intact, sealed
+from tvm_ops.artifact import (
+    PACKAGE,
+    KernelSpec,
+    artifact_path,
+    is_intact,
+    sealed,
+    serving_target,
+)
 from tvm_ops.gpu.targets import GPU_TARGETS, GpuTarget
 from tvm_ops.targets import CpuTarget, find_target, host_target
 
@@ -37,13 +44,13 @@ def compile_missing(specs: Sequence[KernelSpec], target: CpuTarget | None = None
     Raises RuntimeError when the C compiler or TVM is missing, when either fails, or when the cache
     can't be written.
     """
-    target = host_target() if target is None else target
     paths = []
     for spec in specs:
-        path = artifact_path(spec, target)
+        chosen = serving_target(spec) if target is None else target
+        path = artifact_path(spec, chosen)
         paths.append(path)
         if not is_intact(path):
-            _compile_into(path, spec, target)
+            _compile_into(path, spec, chosen)
     return paths
 
 
@@ -89,18 +96,23 @@ def find_compiler(target: CpuTarget) -> str:
     )
 
 
-def _compile_into(path: Path, spec: KernelSpec, target: CpuTarget) -> None:
+def _compile_into(path: Path, spec: KernelSpec, target: CpuTarget | GpuTarget) -> None:
     with _lock(path):
         if is_intact(path):
             return
         if path.exists():
             logger.warning("%s is damaged: compiling it again", path)
         begin = time.perf_counter()
-        library = build_library(spec, target)
+        if isinstance(target, GpuTarget):
+            from tvm_ops.gpu.compile import compile_cuda
+
+            content = compile_cuda(spec, target).packed()
+        else:
+            content = build_library(spec, target).content
         temporary = path.with_name(f".{os.getpid()}-{path.name}")
         with _cache_errors(path.parent):
             try:
-                temporary.write_bytes(sealed(library.content))
+                temporary.write_bytes(sealed(content))
                 os.replace(temporary, path)
             finally:
                 temporary.unlink(missing_ok=True)

@@ -112,7 +112,7 @@ def _token_views(cache: Tensor, layout: KVLayout) -> tuple[Tensor, Tensor]:
     num_blocks, heads, block_size, width = cache.shape
     head_dim = width // 2
     if layout.strided:
-        keys, values = cache.split(head_dim, dim=3)
+        keys, values = cache[..., :head_dim], cache[..., head_dim:]
         return keys.unsqueeze(3), values.unsqueeze(3)
     flat = cache.view(num_blocks, heads, 2, block_size * head_dim)
     keys, values = flat[:, :, 0], flat[:, :, 1]

@@ -71,7 +71,12 @@ def warm_up(layout: str, dtype: torch.dtype, head_dim: int) -> None:
         return
     ensure_compiled(specs)
     for spec in specs:
-        kernel(spec)
+        if spec.on_gpu:
+            from tvm_ops.gpu.load import cuda_program
+
+            cuda_program(spec, torch.device("cuda"))
+        else:
+            kernel(spec)
 
 
 def start_warm_up(layout: str, dtype: torch.dtype, head_dim: int) -> None:
@@ -158,7 +163,8 @@ def _all_specs(layout: str, dtype: torch.dtype, head_dim: int) -> list[KernelSpe
 
 
 def _missing(specs: Sequence[KernelSpec]) -> list[KernelSpec]:
-    paths = {spec: artifact_path(spec) for spec in (_LAUNCHER, *specs)}
+    on_cpu = [_LAUNCHER] if any(not spec.on_gpu for spec in specs) else []
+    paths = {spec: artifact_path(spec) for spec in (*on_cpu, *specs)}
     missing = [spec for spec, path in paths.items() if not is_intact(path)]
     for spec in missing:
         if spec not in _children and paths[spec].exists():

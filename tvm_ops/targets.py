@@ -38,6 +38,16 @@ class CpuTarget:
         return {**target, "mattr": list(self.mattr)} if self.mattr else target
 
     @property
+    def identity(self) -> dict[str, object]:
+        """What tells its artefacts from those of other targets."""
+        return self.llvm
+
+    @property
+    def suffix(self) -> str:
+        """Of files."""
+        return ".so"
+
+    @property
     def native(self) -> bool:
         """Whether this machine is of that architecture, flags aside."""
         return machine() == self.machine

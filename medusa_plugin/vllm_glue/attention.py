@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -12,28 +11,24 @@ import numpy.typing as npt
 import torch
 from vllm import _custom_ops as ops
 from vllm import envs
-from vllm.v1.attention import selector
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
     CPUAttentionMetadata,
     CPUAttentionMetadataBuilder,
+    _get_attn_isa,
 )
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from medusa_plugin.vllm_glue.support import UnsupportedFeatureError
+from medusa_plugin.vllm_glue.attention_rows import (
+    PlainRows,
+    overridden_backend,
+    plain_requests,
+    require_none_of,
+    run_plain_rows,
+)
 from tvm_ops import TreeBatch, tree_attention
-
-
-@dataclass(frozen=True)
-class PlainRows:
-    """The requests of a mixed batch that have no tree (prefill chunks, plain decode)."""
-
-    rows: torch.Tensor
-    """int64 `[n]` their rows in the batch, ascending."""
-    metadata: CPUAttentionMetadata
-    """vLLM's metadata as if they were the whole batch."""
 
 
 @dataclass
@@ -63,45 +58,40 @@ class TreeAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         self,
         metadata: TreeAttentionMetadata,
         trees: TreeBatch,
-        plain_requests: list[int],
+        requests: list[int],
         query_start: npt.NDArray[np.int32],
     ) -> None:
-        """Split the batch of `metadata`, in place, into trees and `plain_requests`.
+        """Split the batch of `metadata`, in place, into trees and plain `requests`.
 
         Args:
             metadata: what `build` made for the batch.
             trees: the requests that have a tree.
-            plain_requests: batch indices of all others, ascending.
+            requests: batch indices of all others, ascending.
             query_start: `[num_reqs + 1]` first row of each request.
         """
         metadata.trees = trees
-        if not plain_requests:
+        if not requests:
             return
-        lengths = (query_start[1:] - query_start[:-1])[plain_requests]
-        rows = np.concatenate(
-            [np.arange(query_start[i], query_start[i + 1]) for i in plain_requests]
-        )
-        starts = torch.zeros(len(plain_requests) + 1, dtype=torch.int32)
-        starts[1:] = torch.from_numpy(np.cumsum(lengths, dtype=np.int32))
-        seq_lens = metadata.seq_lens[plain_requests]
+        found = plain_requests(requests, query_start)
+        seq_lens = metadata.seq_lens[requests]
         metadata.plain = PlainRows(
-            torch.from_numpy(rows).long(),
+            found.rows,
             CPUAttentionMetadata(
-                num_actual_tokens=len(rows),
-                max_query_len=int(lengths.max()),
-                query_start_loc=starts,
+                num_actual_tokens=len(found.rows),
+                max_query_len=found.max_query_len,
+                query_start_loc=found.starts,
                 max_seq_len=int(seq_lens.max()),
                 seq_lens=seq_lens,
-                block_table=metadata.block_table[plain_requests],
+                block_table=metadata.block_table[requests],
                 slot_mapping=metadata.slot_mapping,  # attention does not write, so it is not read
                 scheduler_metadata=ops.cpu_attn_get_scheduler_metadata(
-                    num_reqs=len(plain_requests),
+                    num_reqs=len(requests),
                     num_heads=self.num_heads,
                     num_kv_heads=self.num_kv_heads,
                     head_dim=self.head_dim,
                     seq_lens=seq_lens,
                     dtype=self.dtype,
-                    query_start_loc=starts,
+                    query_start_loc=found.starts,
                     causal=True,
                     sliding_window_size=self.window_size,
                     isa=self.isa,
@@ -117,25 +107,34 @@ class TreeAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
 class TreeAttentionImpl(CPUAttentionBackendImpl):
     """Splits the rows of a batch between vLLM's kernel and the tree kernel."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._in_the_way = [
-            name
-            for name, present in (
-                ("ALiBi", self.alibi_slopes is not None),
-                ("attention sinks", self.sinks is not None),
-                ("quantised KV cache", self.is_fp8_kv_cache),
-            )
-            if present
-        ]
-
     def require_supported(self) -> None:
         """Raise `UnsupportedFeatureError` if the tree kernel lacks something this layer needs."""
-        if self._in_the_way:
-            raise UnsupportedFeatureError(
-                f"medusa does not support yet: {', '.join(self._in_the_way)} in attention. "
-                "Run this model without speculation."
-            )
+        require_none_of(
+            {
+                "ALiBi": self.alibi_slopes is not None,
+                "attention sinks": self.sinks is not None,
+                "quantised KV cache": self.is_fp8_kv_cache,
+            }
+        )
+
+    @staticmethod
+    def kv_layout(layer: Any) -> str:
+        """Name in `tvm_ops.LAYOUTS` of the layer's cache."""
+        layout: str = layer.isa
+        return layout
+
+    @staticmethod
+    def write_kv(
+        layer: Any,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        cache: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
+        """Write keys and values `[N, kv_heads, head_size]` as vLLM does for this layer."""
+        num_blocks, kv_heads, block_size, _ = cache.shape
+        parts = cache.view(num_blocks, kv_heads, 2 * block_size, -1).chunk(2, dim=2)
+        ops.cpu_attn_reshape_and_cache(keys, values, *parts, slots, layer.isa)
 
     def forward(
         self,
@@ -163,19 +162,13 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
                 output_block_scale,
             )
             return output
-        plain = attn_metadata.plain
-        if plain is not None:
-            plain_output = torch.empty_like(output[: len(plain.rows)])
-            super().forward(
-                layer,
-                query[plain.rows],
-                key,
-                value,
-                kv_cache,
-                plain.metadata,
-                plain_output,
-            )
-            output[plain.rows] = plain_output
+        attend = super().forward
+        run_plain_rows(
+            attn_metadata.plain,
+            query,
+            output,
+            lambda q, metadata, o: attend(layer, q, key, value, kv_cache, metadata, o),
+        )
         tree_attention(
             query,
             kv_cache,
@@ -203,27 +196,19 @@ class TreeAttentionBackend(CPUAttentionBackend):
         return TreeAttentionMetadataBuilder
 
 
-@contextmanager
-def tree_backend() -> Iterator[None]:
+def tree_backend() -> AbstractContextManager[None]:
     """While a model is built inside, its attention layers get `TreeAttentionBackend`.
 
-    The CPU platform always resolves the entry `CPU_ATTN`, so that entry is overridden, for the
-    time of the build only: another engine in this process keeps vLLM's own backend.
-
-    Raises:
-        RuntimeError: another plugin has overridden the entry.
+    The CPU platform always resolves the entry `CPU_ATTN`.
     """
-    entry = AttentionBackendEnum.CPU_ATTN
-    if entry.is_overridden():
-        raise RuntimeError(
-            f"attention backend CPU_ATTN is already overridden by {entry.get_path()}: medusa and "
-            "that plugin cannot run together. Disable one (VLLM_PLUGINS names those to load)."
-        )
-    # The selector remembers its answers.
-    selector._cached_get_attn_backend.cache_clear()
-    register_backend(entry, f"{__name__}.{TreeAttentionBackend.__qualname__}")
-    try:
-        yield
-    finally:
-        entry.clear_override()
-        selector._cached_get_attn_backend.cache_clear()
+    return overridden_backend(
+        AttentionBackendEnum.CPU_ATTN, f"{__name__}.{TreeAttentionBackend.__qualname__}"
+    )
+
+
+def forecast_layout(vllm_config: Any) -> str:
+    """The layout that the caches will have, before there are layers to ask."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    head_size = model.get_head_size()
+    layout: str = _get_attn_isa(model.dtype, cache.block_size, head_size, cache.cache_dtype)
+    return layout

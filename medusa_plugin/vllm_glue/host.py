@@ -42,6 +42,7 @@ class Hook:
 
 
 _RUNNER = "vllm.v1.worker.gpu_model_runner"
+_FLASH = "vllm.v1.attention.backends.flash_attn"
 
 # Wrapped in every process by `registration`.
 REGISTRATION_HOOKS = (
@@ -83,15 +84,8 @@ REGISTRATION_HOOKS = (
     ),
 )
 
-# Overridden in subclasses by `worker`, `model_runner` and `attention`; one called by `kv_cache`.
+# Overridden in subclasses by `model_runner`, on every device.
 WORKER_HOOKS = (
-    Hook("vllm.v1.worker.cpu_worker", "CPUWorker.init_device", ("self",), "use our model runner"),
-    Hook(
-        "vllm.v1.worker.cpu_model_runner",
-        "CPUModelRunner.load_model",
-        ("self", "load_dummy_weights"),
-        "build the target with our attention backend",
-    ),
     Hook(
         _RUNNER,
         "GPUModelRunner._update_states",
@@ -178,6 +172,17 @@ WORKER_HOOKS = (
         ("self", "kv_cache_config", "is_profiling", "kv_cache_allocation_context"),
         "group the caches for compaction and probe their layout",
     ),
+)
+
+# Overridden or called by `worker` and `attention`.
+CPU_HOOKS = (
+    Hook("vllm.v1.worker.cpu_worker", "CPUWorker.init_device", ("self",), "use our model runner"),
+    Hook(
+        "vllm.v1.worker.cpu_model_runner",
+        "CPUModelRunner.load_model",
+        ("self", "load_dummy_weights"),
+        "build the target with our attention backend",
+    ),
     Hook(
         "vllm.v1.attention.backends.cpu_attn",
         "_get_attn_isa",
@@ -193,6 +198,57 @@ WORKER_HOOKS = (
     Hook(
         "vllm.v1.attention.backends.cpu_attn",
         "CPUAttentionBackendImpl.forward",
+        (
+            "self",
+            "layer",
+            "query",
+            "key",
+            "value",
+            "kv_cache",
+            "attn_metadata",
+            "output",
+            "output_scale",
+            "output_block_scale",
+        ),
+        "tree rows go to tvm_ops.tree_attention",
+    ),
+)
+
+# Overridden or called by `worker_cuda` and `attention_cuda`.
+CUDA_HOOKS = (
+    Hook(
+        "vllm.v1.worker.gpu_worker",
+        "Worker._make_model_runner",
+        ("self",),
+        "use our model runner",
+    ),
+    Hook(
+        _RUNNER,
+        "GPUModelRunner.load_model",
+        ("self", "load_dummy_weights", "model"),
+        "build the target with our attention backend",
+    ),
+    Hook(
+        _FLASH,
+        "FlashAttentionMetadataBuilder.get_cudagraph_support",
+        ("cls", "vllm_config", "kv_cache_spec"),
+        "capture the model piecewise: attention depends on the trees of the step",
+    ),
+    Hook(
+        _FLASH,
+        "FlashAttentionMetadataBuilder.build",
+        ("self", "common_prefix_len", "common_attn_metadata", "fast_build"),
+        "metadata that can carry trees",
+    ),
+    Hook(
+        _FLASH,
+        "FlashAttentionImpl.do_kv_cache_update",
+        ("self", "layer", "key", "value", "kv_cache", "slot_mapping"),
+        "probe the layout of the caches",
+    ),
+    Hook(
+        _FLASH,
+        "FlashAttentionImpl.forward",
         (
             "self",
             "layer",
@@ -284,3 +340,12 @@ def require_supported_host() -> None:
     """
     check_version(installed_version())
     check_hooks(REGISTRATION_HOOKS)
+
+
+def require_v1_runner(uses_v2: bool) -> None:
+    """Raise `UnsupportedHostError` if a worker was told to use vLLM's V2 model runner."""
+    if uses_v2:
+        raise UnsupportedHostError(
+            "vLLM chose its V2 model runner, which medusa does not support: unset "
+            "VLLM_USE_V2_MODEL_RUNNER"
+        )

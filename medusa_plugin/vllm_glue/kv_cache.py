@@ -7,8 +7,6 @@ import time
 from typing import Any
 
 import torch
-from vllm import _custom_ops as ops
-from vllm.v1.attention.backends import cpu_attn
 
 from medusa_plugin.vllm_glue.support import UnsupportedFeatureError
 from tvm_ops import KVCacheGroup, check_layout, start_warm_up, warm_up
@@ -16,18 +14,17 @@ from tvm_ops import KVCacheGroup, check_layout, start_warm_up, warm_up
 logger = logging.getLogger("vllm.medusa")
 
 
-def start_kernels(vllm_config: Any) -> None:
+def start_kernels(vllm_config: Any, layout: str) -> None:
     """Begin to compile missing kernels while the weights load; `group_caches` waits for them.
 
     Args:
-        vllm_config: vLLM's configuration. The cache it leads to is a forecast: `group_caches`
-            decides, from the allocated caches, and refuses what we do not support.
+        vllm_config: vLLM's configuration.
+        layout: forecast of the caches' layout. `group_caches` decides, from the allocated caches,
+            and refuses what we do not support.
     """
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    head_dim = model.get_head_size()
-    layout = cpu_attn._get_attn_isa(model.dtype, cache.block_size, head_dim, cache.cache_dtype)
+    model = vllm_config.model_config
     try:
-        start_warm_up(layout, model.dtype, head_dim)
+        start_warm_up(layout, model.dtype, model.get_head_size())
     except (TypeError, ValueError) as error:
         logger.debug("no kernels are compiled ahead: %s", error)
 
@@ -48,7 +45,7 @@ def group_caches(layers: list[Any], kv_cache_config: Any) -> KVCacheGroup:
             f"medusa does not support yet: {len(kv_cache_config.kv_cache_groups)} KV cache groups "
             "(only models whose layers share one). Run this model without speculation."
         )
-    layouts = {layer.isa for layer in layers}
+    layouts = {layer.impl.kv_layout(layer) for layer in layers}
     if len(layouts) != 1:
         raise UnsupportedFeatureError(
             f"medusa does not support yet: layers with different cache layouts {sorted(layouts)}"
@@ -63,15 +60,18 @@ def group_caches(layers: list[Any], kv_cache_config: Any) -> KVCacheGroup:
         )
     started = time.perf_counter()
 
-    def write(
-        keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
-    ) -> None:
-        num_blocks, kv_heads, block_size, _ = cache.shape
-        parts = cache.view(num_blocks, kv_heads, 2 * block_size, -1).chunk(2, dim=2)
-        ops.cpu_attn_reshape_and_cache(keys, values, *parts, slots, layout)
+    def write(*tensors: torch.Tensor) -> None:
+        layers[0].impl.write_kv(layers[0], *tensors)
 
-    dtype = group.caches[0].dtype
-    check_layout(write, layout, dtype, head_dim=group.head_dim, block_size=group.block_size)
+    dtype, device = group.caches[0].dtype, group.caches[0].device
+    check_layout(
+        write,
+        layout,
+        dtype,
+        head_dim=group.head_dim,
+        block_size=group.block_size,
+        device=device,
+    )
     warm_up(layout, dtype, group.head_dim)
     logger.info(
         "medusa kernels ready in %.1f s: layout %s, %s, head_dim %d, block_size %d",

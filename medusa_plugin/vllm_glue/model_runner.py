@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -24,16 +25,11 @@ import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.outputs import ModelRunnerOutput, SamplerOutput
-from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from medusa_plugin.step import Drafter, StepRequest, decode_step
 from medusa_plugin.tree.draft_tree import DraftTree
 from medusa_plugin.tree.token_tree import TokenTree
-from medusa_plugin.vllm_glue.attention import (
-    TreeAttentionImpl,
-    TreeAttentionMetadataBuilder,
-    tree_backend,
-)
 from medusa_plugin.vllm_glue.kv_cache import group_caches, start_kernels
 from medusa_plugin.vllm_glue.sampling import TreeRowSampler
 from medusa_plugin.vllm_glue.support import UnsupportedFeatureError
@@ -58,9 +54,25 @@ class GrantedTrees:
         """Requests that need the tree kernel: a chain is ordinary causal attention."""
         return [i for i, tree in enumerate(self.trees) if not tree.topology.is_chain]
 
+    def tree_positions(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """int64 `[n]` batch rows of the branching trees, and each row's position by its depth."""
+        depths = [self.trees[i].topology.depth_tensor.long() for i in self.branching]
+        rows = [
+            int(self.root_rows[i]) + torch.arange(len(depth))
+            for i, depth in zip(self.branching, depths, strict=True)
+        ]
+        positions = [
+            int(self.root_positions[i]) + depth
+            for i, depth in zip(self.branching, depths, strict=True)
+        ]
+        return torch.cat(rows), torch.cat(positions)
 
-class MedusaCPUModelRunner(CPUModelRunner):
-    """vLLM's CPU model runner that verifies trees."""
+
+class MedusaModelRunner(GPUModelRunner):
+    """vLLM's model runner that verifies trees; a subclass per device names the attention."""
+
+    tree_attention: ModuleType
+    """`attention` or `attention_cuda`."""
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
@@ -72,11 +84,11 @@ class MedusaCPUModelRunner(CPUModelRunner):
 
     # Start-up
 
-    def load_model(self, load_dummy_weights: bool = False) -> None:
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the target with our attention backend, and the heads."""
-        start_kernels(self.vllm_config)
-        with tree_backend():
-            super().load_model(load_dummy_weights)
+        start_kernels(self.vllm_config, self.tree_attention.forecast_layout(self.vllm_config))
+        with self.tree_attention.tree_backend():
+            super().load_model(*args, **kwargs)
 
     def initialize_kv_cache(
         self,
@@ -90,7 +102,7 @@ class MedusaCPUModelRunner(CPUModelRunner):
             return
         layers = get_layers_from_vllm_config(self.vllm_config, Attention)
         for layer in layers.values():
-            if not isinstance(layer.impl, TreeAttentionImpl):
+            if not hasattr(layer.impl, "require_supported"):
                 raise UnsupportedFeatureError(
                     f"medusa does not support yet: {type(layer.impl).__name__} in layer "
                     f"{layer.layer_name}. Run this model without speculation."
@@ -113,10 +125,10 @@ class MedusaCPUModelRunner(CPUModelRunner):
         granted = self._grant(scheduler_output.scheduled_spec_decode_tokens)
         # The scheduler pads requests with -1, which is no row of the embedding table.
         self.input_ids.gpu[: scheduler_output.total_num_scheduled_tokens].clamp_(min=0)
-        for i in granted.branching:
-            root = int(granted.root_rows[i])
-            depths = granted.trees[i].topology.depth_tensor
-            self.positions[root : root + len(depths)] = int(granted.root_positions[i]) + depths
+        if granted.branching:
+            rows, positions = granted.tree_positions()
+            device = self.positions.device
+            self.positions[rows.to(device)] = positions.to(device, self.positions.dtype)
         self._granted = granted
         return prepared
 
@@ -142,24 +154,32 @@ class MedusaCPUModelRunner(CPUModelRunner):
             return result
         metadata_by_layer = result[0]
         num_requests = len(granted.trees)
-        branching = granted.branching
         plain = [i for i in range(num_requests) if granted.trees[i].topology.is_chain]
+        trees = self._tree_batch(granted)
         for group in self.attn_groups[0]:
-            builder = group.get_metadata_builder(0)
-            metadata = metadata_by_layer[group.layer_names[0]]
-            assert isinstance(builder, TreeAttentionMetadataBuilder)
-            topologies = [granted.trees[i].topology for i in branching]
-            trees = TreeBatch(
-                query_start=torch.from_numpy(granted.root_rows[branching].astype(np.int32)),
-                query_len=torch.tensor([t.num_rows for t in topologies], dtype=torch.int32),
-                context_len=torch.from_numpy(granted.root_positions[branching].astype(np.int32)),
-                ancestor_masks=torch.stack([t.mask_tensor for t in topologies]).unsqueeze(-1),
-                block_table=metadata.block_table[branching],
-            )
-            builder.attach_trees(
-                metadata, trees, plain, self.query_start_loc.np[: num_requests + 1]
+            group.get_metadata_builder(0).attach_trees(
+                metadata_by_layer[group.layer_names[0]],
+                trees,
+                plain,
+                self.query_start_loc.np[: num_requests + 1],
             )
         return result
+
+    def _tree_batch(self, granted: GrantedTrees) -> TreeBatch:
+        branching = granted.branching
+        topologies = [granted.trees[i].topology for i in branching]
+        query_len = np.array([t.num_rows for t in topologies], dtype=np.int32)
+        context_len = granted.root_positions[branching].astype(np.int32)
+        assert self.kv_cache_group is not None
+        width = -(-int((context_len + query_len).max()) // self.kv_cache_group.block_size)
+        blocks = self.input_batch.block_table[0].get_numpy_array()[branching, :width]
+        return TreeBatch(
+            query_start=torch.from_numpy(granted.root_rows[branching].astype(np.int32)),
+            query_len=torch.from_numpy(query_len),
+            context_len=torch.from_numpy(context_len),
+            ancestor_masks=torch.stack([t.mask_tensor for t in topologies]).unsqueeze(-1),
+            block_table=torch.from_numpy(blocks),
+        )
 
     # After the forward pass
 

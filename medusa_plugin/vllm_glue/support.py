@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 
 class UnsupportedFeatureError(ValueError):
@@ -16,6 +18,7 @@ def require_supported_engine(vllm_config: Any) -> None:
     """Raise `UnsupportedFeatureError` naming every feature of `vllm_config` in the way."""
     found = [
         *_platform(),
+        *_attention(vllm_config),
         *_parallelism(vllm_config),
         *_model(vllm_config.model_config),
         *_cache(vllm_config),
@@ -30,8 +33,18 @@ def require_supported_engine(vllm_config: Any) -> None:
 
 
 def _platform() -> Iterator[str]:
-    if not current_platform.is_cpu():
-        yield f"platform {current_platform.device_name} (only cpu)"
+    if not current_platform.is_cpu() and not current_platform.is_cuda():
+        yield f"platform {current_platform.device_name} (only cpu and cuda)"
+
+
+def _attention(vllm_config: Any) -> Iterator[str]:
+    if not current_platform.is_cuda():
+        return
+    backend = vllm_config.attention_config.backend
+    if backend not in (None, AttentionBackendEnum.FLASH_ATTN):
+        yield f"attention backend {backend.name} (only FLASH_ATTN)"
+    if vllm_config.model_config.dtype not in (torch.float16, torch.bfloat16):
+        yield f"{vllm_config.model_config.dtype} on a GPU (only float16 and bfloat16)"
 
 
 def _parallelism(vllm_config: Any) -> Iterator[str]:

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from medusa_plugin import __version__
 from medusa_plugin.config import (
@@ -35,6 +37,7 @@ logger = logging.getLogger("vllm.medusa")
 
 PROPOSER = "medusa_plugin.vllm_glue.proposer.MedusaProposer"
 CPU_WORKER = "medusa_plugin.vllm_glue.worker.MedusaCPUWorker"
+CUDA_WORKER = "medusa_plugin.vllm_glue.worker_cuda.MedusaCUDAWorker"
 OPTIONS_KEY = "medusa"
 
 
@@ -73,12 +76,13 @@ def translate_engine_args(engine_args: Any) -> None:
     }
     additional[OPTIONS_KEY] = config.model_dump()
     engine_args.additional_config = additional
-    if engine_args.worker_cls not in (None, "auto", CPU_WORKER):
+    worker = CUDA_WORKER if current_platform.is_cuda() else CPU_WORKER
+    if engine_args.worker_cls not in (None, "auto", worker):
         raise MedusaConfigError(
             f"--worker-cls {engine_args.worker_cls} and speculative method 'medusa' exclude each "
             "other: medusa brings its own worker"
         )
-    engine_args.worker_cls = CPU_WORKER
+    engine_args.worker_cls = worker
 
 
 def finish_engine_config(vllm_config: Any) -> None:
@@ -101,6 +105,9 @@ def finish_engine_config(vllm_config: Any) -> None:
     heads = peek_heads(config.heads)
     model_config = vllm_config.model_config
     require_supported_engine(vllm_config)
+    if current_platform.is_cuda():
+        # On some GPUs vLLM would choose a backend that we do not extend.
+        vllm_config.attention_config.backend = AttentionBackendEnum.FLASH_ATTN
     heads.require_target(
         hidden_size=model_config.get_hidden_size(), vocab_size=model_config.get_vocab_size()
     )
@@ -146,12 +153,13 @@ def configured_tree(config: MedusaConfig, heads: HeadsInfo) -> TokenTree:
 
 
 def default_num_nodes() -> int:
-    """Nodes of the default tree: as many as this CPU verifies at little more than one row's cost.
+    """Nodes of the default tree: as many as the device verifies at little more than a row's cost.
 
+    On a GPU, where nothing was measured yet, root and nodes fill one tile of its tensor cores.
     Measured at batch 1 on SmolLM2-135M, bf16, compiled: with AMX tiles 16 rows cost about 1.1 times
     one row; on a Zen 4 core 6 rows cost as much as one, 8 rows 1.16 times and 16 rows 1.5 times.
     """
-    return 15 if torch.cpu._is_amx_tile_supported() else 5
+    return 15 if current_platform.is_cuda() or torch.cpu._is_amx_tile_supported() else 5
 
 
 def _require_nothing_asked(speculative: dict[str, Any], additional: dict[str, Any]) -> None:

@@ -1,11 +1,18 @@
-"""Worker classes: they differ from vLLM's only in the model runner."""
+"""Worker and model runner for CPUs: they differ from vLLM's only in what they build."""
 
 from __future__ import annotations
 
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from medusa_plugin.vllm_glue import host
-from medusa_plugin.vllm_glue.model_runner import MedusaCPUModelRunner
+from medusa_plugin.vllm_glue import attention, host
+from medusa_plugin.vllm_glue.model_runner import MedusaModelRunner
+
+
+class MedusaCPUModelRunner(MedusaModelRunner, CPUModelRunner):
+    """vLLM's CPU model runner that verifies trees."""
+
+    tree_attention = attention
 
 
 class MedusaCPUWorker(CPUWorker):
@@ -17,11 +24,7 @@ class MedusaCPUWorker(CPUWorker):
         Raises:
             UnsupportedHostError: vLLM has changed something that the runner overrides.
         """
-        host.check_hooks(host.WORKER_HOOKS)
+        host.check_hooks(host.WORKER_HOOKS + host.CPU_HOOKS)
         super().init_device()
-        if self.use_v2_model_runner:
-            raise host.UnsupportedHostError(
-                "vLLM chose its V2 model runner, which medusa does not support: unset "
-                "VLLM_USE_V2_MODEL_RUNNER"
-            )
+        host.require_v1_runner(self.use_v2_model_runner)
         self.model_runner = MedusaCPUModelRunner(self.vllm_config, self.device)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from medusa_plugin.vllm_glue import kv_cache, model_runner
+from medusa_plugin.vllm_glue import kv_cache, worker
 
 
 def config(dtype: torch.dtype, head_dim: int, cache_dtype: str = "auto") -> Any:
@@ -21,14 +21,12 @@ def config(dtype: torch.dtype, head_dim: int, cache_dtype: str = "auto") -> Any:
 def test_kernels_begin_to_compile_before_the_weights_load(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[Any] = []
     monkeypatch.setattr(kv_cache, "start_warm_up", lambda *kernels: events.append(kernels))
-    monkeypatch.setattr(
-        model_runner.CPUModelRunner, "load_model", lambda self, dummy: events.append("load")
-    )
-    runner = object.__new__(model_runner.MedusaCPUModelRunner)
+    monkeypatch.setattr(worker.CPUModelRunner, "load_model", lambda self: events.append("load"))
+    runner = object.__new__(worker.MedusaCPUModelRunner)
     runner.vllm_config = config(torch.float32, 80)
     runner.load_model()
     assert events == [("vec16", torch.float32, 80), "load"]
 
 
 def test_a_cache_without_kernels_is_left_to_the_check_of_the_real_one() -> None:
-    kv_cache.start_kernels(config(torch.float32, 72))
+    kv_cache.start_kernels(config(torch.float32, 72), "vec")

@@ -38,6 +38,7 @@ class EmulatedDriver:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.launches: list[str] = []
+        self.reported = 0
         self._functions: dict[int, tuple[str, Any]] = {}
         self._library: Any = None
 
@@ -79,7 +80,9 @@ class EmulatedDriver:
 def _argument_types(source: str, name: str) -> list[str]:
     match = re.search(rf"{name}_kernel\(([^)]*)\) \{{", source)
     assert match
-    return [text.strip().rsplit(" ", 1)[0] for text in match[1].replace("__restrict__", "").split(",")]
+    return [
+        text.strip().rsplit(" ", 1)[0] for text in match[1].replace("__restrict__", "").split(",")
+    ]
 
 
 @cache

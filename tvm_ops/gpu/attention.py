@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tvm_ops.gpu.launch import LoadedProgram
+from tvm_ops.artifact import KernelSpec
+from tvm_ops.gpu.load import cuda_program
 from tvm_ops.gpu.tree_tables import TreeTables
 
 _BLOCKS_PER_PROCESSOR = 2  # that keep a multiprocessor busy
@@ -32,8 +33,8 @@ def choose_splits(blocks: int, tiles: int, processors: int) -> int:
     return max(1, min(wanted, tiles // _MIN_TILES, _MAX_SPLITS))
 
 
-def run_tree_attention(
-    loaded: LoadedProgram,
+def gpu_tree_attention(
+    spec: KernelSpec,
     query: Tensor,
     kv_cache: Tensor,
     out: Tensor,
@@ -42,16 +43,17 @@ def run_tree_attention(
     scale: float,
     softcap: float,
     sliding_window: int | None,
-    processors: int,
 ) -> None:
-    """Launch the kernels; arguments as in tvm_ops.tree_attention, checked by it.
+    """Launch the kernels of `spec`; arguments as in tvm_ops.tree_attention, checked by it.
 
     scale, softcap: as the kernels take them, base-2 logits; no softcap: 0.
 
     Raises ValueError for strides or alignments that the kernels can't read, and for tables of other
-    caches.
+    caches or on another device; RuntimeError as cuda_program does.
     """
     num_blocks, kv_heads, block_size, width = kv_cache.shape
+    if tables.device != kv_cache.device:
+        raise ValueError(f"the tables are on {tables.device}, the cache on {kv_cache.device}")
     if (num_blocks, block_size) != (tables.num_blocks, tables.block_size):
         raise ValueError(
             f"the tables are for caches of {tables.num_blocks} blocks of {tables.block_size} "
@@ -60,6 +62,7 @@ def run_tree_attention(
     trees, masks, starts = tables.tables(sliding_window)
     if not tables.num_trees:
         return
+    loaded = cuda_program(spec, kv_cache.device)
     group = query.shape[1] // kv_heads
     program = loaded.program
     row_tiles = -(-tables.num_rows * group // program.rows)
@@ -69,7 +72,7 @@ def run_tree_attention(
             f"{tables.num_trees} trees x {kv_heads} KV heads exceed a grid's {_MAX_GRID_Y} rows"
         )
     tiles = -(-tables.num_keys // program.keys)
-    splits = choose_splits(row_tiles * grid_y, tiles, processors)
+    splits = choose_splits(row_tiles * grid_y, tiles, num_processors(kv_cache.device))
     scratch = tables.scratch(
         grid_y * row_tiles * splits * program.rows * (width // 2 + 2) if splits > 1 else 1
     )
@@ -110,7 +113,7 @@ def run_tree_attention(
 def _words(tensor: Tensor, dim: int, name: str, align: int = 4) -> int:
     """Stride of `dim` in uint32 words. Raises ValueError unless rows begin at `align` bytes."""
     stride = tensor.stride(dim) * tensor.element_size()
-    if tensor.shape[dim] > 1 and stride % align or tensor.data_ptr() % align:
+    if (tensor.shape[dim] > 1 and stride % align) or tensor.data_ptr() % align:
         raise ValueError(
             f"{name} must begin at a multiple of {align} bytes, with strides of multiples of it; "
             f"got address {tensor.data_ptr():#x} and strides {tensor.stride()}"

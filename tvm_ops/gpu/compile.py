@@ -76,7 +76,12 @@ def _functions(
     spec: KernelSpec, target: GpuTarget
 ) -> tuple[dict[str, tuple[Any, int]], dict[str, int]]:
     try:
-        from tvm_ops.kernels import gpu_compact_kv, gpu_mma_attention, gpu_tree_attention
+        from tvm_ops.kernels import (
+            gpu_compact_kv,
+            gpu_mma_attention,
+            gpu_mma_ops,
+            gpu_tree_attention,
+        )
     except ImportError as error:
         raise RuntimeError(
             f"compiling {spec} needs TVM's compiler, which does not import ({error}); install "
@@ -90,8 +95,8 @@ def _functions(
             compact = gpu_compact_kv.compact_kv_layer_kernel(target.index)
         return {"compact_kv": (compact, gpu_compact_kv.COMPACT_THREADS)}, {}
     d, dtype = spec.head_dim, spec.dtype
-    if target.tensor_cores and dtype != "float32":
-        tile = gpu_mma_attention.mma_tile(d)
+    tile = gpu_mma_ops.mma_tile(d)
+    if target.tensor_cores and dtype != "float32" and tile is not None:
         attention = gpu_mma_attention.tree_attention_mma_kernel(dtype, d)
         rows, keys, threads = tile.rows, tile.keys, tile.threads
     else:

@@ -20,8 +20,11 @@ _loaded: dict[tuple[KernelSpec, int], LoadedProgram] = {}
 def cuda_program(spec: KernelSpec, device: torch.device) -> LoadedProgram:
     """The program of `spec` on a CUDA device, compiled and loaded on first use.
 
-    Raises RuntimeError when it has to be compiled and can't be, or can't be loaded.
+    Raises ValueError for another device, RuntimeError when it has to be compiled and can't be, or
+    can't be loaded.
     """
+    if device.type != "cuda":
+        raise ValueError(f"layout 'strided' needs tensors on a CUDA device, got {device}")
     index = torch.cuda.current_device() if device.index is None else device.index
     found = _loaded.get((spec, index))
     if found is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import MappingProxyType
 
 
@@ -11,10 +11,9 @@ from types import MappingProxyType
 class GpuTarget:
     """A kind of graphics processor.
 
-    kind: as TVM calls it. index: type of offsets in a cache. tensor_cores: 16-bit elements are
-    multiplied by mma instructions of NVIDIA's sm_80 and later. architectures: what the fat binary
-    of CUDA holds, e.g. 90 for sm_90; of those that nvcc does not know, code for the nearest older
-    one is used.
+    kind: as TVM calls it. suffix: of files. index: type of offsets in a cache. tensor_cores: 16-bit
+    elements are multiplied by mma instructions of NVIDIA's sm_80 and later. architectures: what the
+    fat binary of CUDA holds, e.g. 90 for sm_90, as far as nvcc knows them.
     """
 
     name: str
@@ -23,6 +22,11 @@ class GpuTarget:
     index: str = "int32"
     tensor_cores: bool = False
     architectures: tuple[int, ...] = ()
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """What tells its artefacts from those of other targets."""
+        return asdict(self)
 
 
 GPU_TARGETS: Mapping[str, GpuTarget] = MappingProxyType(

@@ -56,7 +56,6 @@ class TreeTables:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if max_rows > MAX_TREE_ROWS:
             raise ValueError(f"max_rows must be at most {MAX_TREE_ROWS}, got {max_rows}")
-        self.device = torch.device(device)
         self.num_blocks, self.block_size = num_blocks, block_size
         self.max_trees, self.max_rows, self.max_blocks = max_trees, max_rows, max_blocks
         self.windows = tuple(dict.fromkeys(windows))
@@ -65,8 +64,9 @@ class TreeTables:
         per_window = [max_trees * max_rows * self.mask_words, max_trees * max_rows]
         per_window = [max_trees * _FIELDS, *per_window]
         sizes = [max_trees * max_blocks, *per_window * len(self.windows)]
-        self._memory = torch.zeros(sum(sizes), dtype=torch.int32, device=self.device)
-        self.block_table, *tables = self._memory.split(sizes)
+        self._memory = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        self.device = self._memory.device
+        self.block_table, *tables = torch.split(self._memory, sizes)
         self._tables = {w: tables[3 * i : 3 * i + 3] for i, w in enumerate(self.windows)}
         self._sizes = sizes
         self._scratch = torch.empty(1, dtype=torch.float32, device=self.device)
@@ -95,7 +95,7 @@ class TreeTables:
         host = torch.zeros(
             self._memory.shape, dtype=torch.int32, pin_memory=self.device.type == "cuda"
         )
-        table, *parts = host.split(self._sizes)
+        table, *parts = torch.split(host, self._sizes)
         table.view(self.max_trees, self.max_blocks)[:trees, :width] = batch.block_table
         for i, window in enumerate(self.windows):
             masks, starts = batch.visible(window)

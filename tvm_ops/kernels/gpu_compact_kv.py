@@ -8,12 +8,14 @@ count the uint32 words of gpu_words.py.
 After: the moves with sources of at least 0 have been made one after the other.
 """
 
+from typing import Any
+
 from tvm.script import tirx as T
 
 COMPACT_THREADS = 64
 
 
-def compact_kv_all_kernel():
+def compact_kv_all_kernel() -> Any:
     """TVM function for all layers in one launch, through an array of addresses (CUDA)."""
 
     @T.prim_func

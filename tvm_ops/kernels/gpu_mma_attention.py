@@ -13,11 +13,18 @@ g and g + 8, columns 2t and 2t + 1.
 Before: as in gpu_tree_attention.py, and the cache's address and strides are multiples of 16 bytes.
 """
 
-from dataclasses import dataclass
 from operator import add
 
 from tvm.script import tirx as T
 
+from tvm_ops.kernels.gpu_mma_ops import (
+    SHORT_NAMES,
+    is_special_op,
+    mma_tile,
+    multiply_op,
+    over_quad,
+    weigh_carefully_op,
+)
 from tvm_ops.kernels.gpu_tree_attention import key_offset, row_offset
 from tvm_ops.kernels.gpu_words import (
     HIDDEN,
@@ -29,59 +36,30 @@ from tvm_ops.kernels.gpu_words import (
     cap_logit,
     sees,
     split_tiles,
-    word_to_float32,
 )
 
 # ruff: noqa: B023 (the inlined functions are expanded inside the loop whose variables they use)
-_ALL_LANES = 0xFFFFFFFF
-_NO_SEGMENTS = 0x1F  # shfl.sync's operand c
-_EXPONENTS = {"float16": 0x7C00, "bfloat16": 0x7F80}  # all set: infinity or NaN
-
-
-@dataclass(frozen=True)
-class MmaTile:
-    """Warps of a block, row_warps runs of 16 rows by dim_warps parts of head_dim; keys a tile."""
-
-    row_warps: int
-    dim_warps: int
-    keys: int
-
-    @property
-    def rows(self) -> int:
-        """Rows of a block."""
-        return 16 * self.row_warps
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return 32 * self.row_warps * self.dim_warps
-
-
-def mma_tile(head_dim: int) -> MmaTile:
-    """The tile that keeps a block within 48 KiB of shared memory and a thread in its registers."""
-    # At 256, two warps share the rows' sums; both compute the logits, as memory is the limit.
-    return MmaTile(4, 1, 64) if head_dim <= 128 else MmaTile(2, 2, 32)
 
 
 def tree_attention_mma_kernel(dtype: str, head_dim: int):
     """TVM function for "float16" or "bfloat16" and a head_dim."""
     d, tile_of = head_dim, mma_tile(head_dim)
+    if tile_of is None:
+        raise ValueError(f"no tile for head_dim {d}")
     w, keys, threads, rows_of = d // 2, tile_of.keys, tile_of.threads, tile_of.rows
     pitch = w + 4  # words of a row in shared memory
     chunks = d // 8  # 16-byte pieces of a row
     per_key = threads // keys  # threads that copy one key
     steps, key_blocks = d // 16, keys // 8
     own = d // tile_of.dim_warps  # dimensions whose sums a warp keeps
-    if d % 16 or own % 16 or chunks % per_key:
-        raise ValueError(f"head_dim must be divisible by 16, up to 128 or 256, got {d}")
-    short = {"float16": "f16", "bfloat16": "bf16"}[dtype]
-    mma = T.ptx[f"mma.sync.aligned.m16n8k16.row.col.f32.{short}.{short}.f32"]
+    short = SHORT_NAMES[dtype]
     pack = T.ptx[f"cvt.rn.{short}x2.f32"]
     load = T.ptx["ldmatrix.sync.aligned.m8n8.x4.shared.b16"]
     load_transposed = T.ptx["ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16"]
     copy16 = T.ptx["cp.async.cg.shared.global.L2::128B"]
     commit, wait = T.ptx["cp.async.commit_group"], T.ptx["cp.async.wait_group"]
-    exponent = _EXPONENTS[dtype]
+    multiply, is_special = multiply_op(dtype), is_special_op(dtype)
+    weigh_carefully = weigh_carefully_op(dtype, keys, own, pitch)
     value_base = keys * pitch  # values follow the keys in shared memory
 
     @T.prim_func
@@ -192,38 +170,6 @@ def tree_attention_mma_kernel(dtype: str, head_dim: int):
                             )
                         commit()
 
-                    @T.inline
-                    def multiply(sums, i, a, j, b, k):
-                        mma(
-                            sums[i],
-                            sums[i + 1],
-                            sums[i + 2],
-                            sums[i + 3],
-                            a[j],
-                            a[j + 1],
-                            a[j + 2],
-                            a[j + 3],
-                            b[k],
-                            b[k + 1],
-                            sums[i],
-                            sums[i + 1],
-                            sums[i + 2],
-                            sums[i + 3],
-                        )
-
-                    @T.inline
-                    def over_quad(values, h, merge):
-                        # The four lanes of a quad share rows g and g + 8.
-                        for m in T.unroll(2):
-                            T.ptx.shfl_sync.bfly.b32(
-                                moved[0],
-                                T.reinterpret("uint32", values[h]),
-                                T.cast(m + 1, "uint32"),
-                                T.uint32(_NO_SEGMENTS),
-                                T.uint32(_ALL_LANES),
-                            )
-                            values[h] = merge(values[h], T.reinterpret("float32", moved[0]))
-
                     for i in T.unroll(own // 8 * 4):
                         acc[i] = T.float32(0)
                     for h in T.unroll(2):
@@ -311,7 +257,7 @@ def tree_attention_mma_kernel(dtype: str, head_dim: int):
                             for n in T.unroll(key_blocks):
                                 for e in T.unroll(2):
                                     best[h] = T.max(best[h], s[n * 4 + h * 2 + e])
-                            over_quad(best, h, T.max)
+                            over_quad(best, h, moved, T.max)
                             decay[h] = T.exp2(row_max[h] - best[h])
                             row_max[h] = best[h]
                             row_sum[h] = row_sum[h] * decay[h]
@@ -327,18 +273,15 @@ def tree_attention_mma_kernel(dtype: str, head_dim: int):
                         if T.Not(full):
                             for c in T.unroll(chunks // per_key):
                                 for i in T.unroll(4):
-                                    word: T.let[T.uint32] = shared[
-                                        value_base
-                                        + tx // per_key * pitch
-                                        + (tx % per_key + c * per_key) * 4
-                                        + i
-                                    ]
-                                    for e in T.unroll(2):
-                                        half: T.let[T.uint32] = word >> T.cast(e * 16, "uint32")
-                                        if T.bitwise_and(half, T.uint32(exponent)) == T.uint32(
-                                            exponent
-                                        ):
-                                            bad[0] = 1
+                                    is_special(
+                                        shared[
+                                            value_base
+                                            + tx // per_key * pitch
+                                            + (tx % per_key + c * per_key) * 4
+                                            + i
+                                        ],
+                                        bad,
+                                    )
                         bad[0] = T.cuda.syncthreads_or(bad[0])
                         if bad[0] == 0:
                             for k in T.unroll(keys // 16):
@@ -364,41 +307,15 @@ def tree_attention_mma_kernel(dtype: str, head_dim: int):
                                     for h in T.unroll(2):
                                         multiply(acc, (2 * n + h) * 4, left, 0, right, 2 * h)
                         else:
-                            # 0 * NaN would poison rows that do not see the key, so they skip it.
-                            for j in range(keys):
-                                for h in T.unroll(2):
-                                    best[h] = T.float32(0)
-                                    for n in T.unroll(key_blocks):
-                                        for e in T.unroll(2):
-                                            best[h] = T.Select(
-                                                j == n * 8 + lane % 4 * 2 + e,
-                                                s[n * 4 + h * 2 + e],
-                                                best[h],
-                                            )
-                                    T.ptx.shfl_sync.idx.b32(
-                                        moved[h],
-                                        T.reinterpret("uint32", best[h]),
-                                        T.cast(lane // 4 * 4 + j % 8 // 2, "uint32"),
-                                        T.uint32(_NO_SEGMENTS),
-                                        T.uint32(_ALL_LANES),
-                                    )
-                                    best[h] = T.reinterpret("float32", moved[h])
-                                for i in T.unroll(own // 8):
-                                    value_word: T.let[T.uint32] = shared[
-                                        value_base + j * pitch + warp_dim // 2 + i * 4 + lane % 4
-                                    ]
-                                    for h in T.unroll(2):
-                                        if best[h] != T.float32(0):
-                                            for e in T.unroll(2):
-                                                acc[i * 4 + h * 2 + e] = acc[
-                                                    i * 4 + h * 2 + e
-                                                ] + best[h] * word_to_float32(value_word, e, dtype)
+                            weigh_carefully(
+                                s, acc, shared, value_base + warp_dim // 2, lane, best, moved
+                            )
                         # The next values overwrite these.
                         T.tvm_storage_sync("shared")
 
                     if count > 0:
                         for h in T.unroll(2):
-                            over_quad(row_sum, h, add)
+                            over_quad(row_sum, h, moved, add)
                             local: T.let[T.int32] = warp_row + lane // 4 + h * 8
                             at: T.let[T.int64] = (
                                 T.cast(by * (row_tiles * splits) + bx, "int64") * rows_of

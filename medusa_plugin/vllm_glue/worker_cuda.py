@@ -1,0 +1,28 @@
+"""Worker and model runner for NVIDIA GPUs: they differ from vLLM's only in what they build."""
+
+from __future__ import annotations
+
+from vllm.v1.worker.gpu_worker import Worker
+
+from medusa_plugin.vllm_glue import attention_cuda, host
+from medusa_plugin.vllm_glue.model_runner import MedusaModelRunner
+
+
+class MedusaCUDAModelRunner(MedusaModelRunner):
+    """vLLM's model runner that verifies trees on a GPU."""
+
+    tree_attention = attention_cuda
+
+
+class MedusaCUDAWorker(Worker):
+    """vLLM's GPU worker with tree verification."""
+
+    def _make_model_runner(self) -> MedusaCUDAModelRunner:
+        """Our model runner in place of vLLM's.
+
+        Raises:
+            UnsupportedHostError: vLLM has changed something that the runner overrides.
+        """
+        host.check_hooks(host.WORKER_HOOKS + host.CUDA_HOOKS)
+        host.require_v1_runner(self.use_v2_model_runner)
+        return MedusaCUDAModelRunner(self.vllm_config, self.device)
