@@ -27,7 +27,8 @@ def main(emulation: str, directory: Path, head_dims: list[int]) -> None:
     for head_dim in head_dims:
         module = tvm.IRModule({"tree_attention": amx_attention_kernel(head_dim)})
         executable = tvm.compile(module, target=target)
-        executable.export_library(str(directory / f"{head_dim}.so"), options=[emulation])
+        options = ["-Wl,--no-as-needed", emulation]
+        executable.export_library(str(directory / f"{head_dim}.so"), options=options)
 
 
 if __name__ == "__main__":

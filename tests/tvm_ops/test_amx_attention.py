@@ -1,4 +1,4 @@
-"""The AMX kernel: run here with its tile instructions emulated, compiled for real, run where it can.
+"""The AMX kernel: run here with tile instructions emulated, compiled for real, run where it can.
 
 Emulated kernels are called by tree_attention in place of this machine's own, so that all but the
 instructions themselves is what serves.
