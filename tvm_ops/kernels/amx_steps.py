@@ -10,6 +10,7 @@ from tvm.script import tirx as T
 
 from tvm_ops.kernels import amx_tiles
 from tvm_ops.kernels.amx_tiles import TILE_DEPTH, TILE_ROWS, TILE_WORDS
+from tvm_ops.kernels.tile_ops import clear
 from tvm_ops.kernels.vector_math import (
     EXP2_HALF,
     LANES,
@@ -198,36 +199,46 @@ def weigh_op(d: int):
 
 
 def weigh_carefully_op(d: int):
-    """Piece that does the same on vectors: a weight of 0 wins over an infinite or NaN value."""
+    """Piece that does the same on vectors: a weight of 0 wins over an infinite or NaN value.
+
+    It adds up as tdpbf16ps does, low halves and high halves apart, for equal bits.
+    """
     chunks = d // LANES
 
     @T.inline
     def weigh_carefully(weights, staged, acc, r0, rows, steps):
         for r in range(rows):
             for c in range(chunks):
-                o = T.alloc_buffer((LANES,), "float32")
-                for i in T.vectorized(LANES):
-                    o[i] = T.float32(0)
                 for s in range(steps):
+                    low = T.alloc_buffer((LANES,), "float32")
+                    high = T.alloc_buffer((LANES,), "float32")
+                    clear(low, 1)
+                    clear(high, 1)
                     for pair in range(TILE_DEPTH // 2):
                         at: T.let[T.int32] = left_index(r, s, STEPS, 2 * pair)
-                        low: T.let[T.float32] = to_float32(weights[at], "bfloat16")
-                        high: T.let[T.float32] = to_float32(weights[at + 1], "bfloat16")
+                        first: T.let[T.float32] = to_float32(weights[at], "bfloat16")
+                        second: T.let[T.float32] = to_float32(weights[at + 1], "bfloat16")
                         words: T.let[T.int32] = (c * STEPS + s) * TILE_WORDS + pair * LANES
                         for i in T.vectorized(LANES):
-                            o[i] = add_weighted(o[i], low, low_bfloat16(staged[words + i]), True)
+                            low[i] = add_weighted(
+                                low[i], first, low_bfloat16(staged[words + i]), True
+                            )
                         for i in T.vectorized(LANES):
-                            o[i] = add_weighted(o[i], high, high_bfloat16(staged[words + i]), True)
-                for i in T.vectorized(LANES):
-                    acc[(r0 + r) * d + c * LANES + i] = acc[(r0 + r) * d + c * LANES + i] + o[i]
+                            high[i] = add_weighted(
+                                high[i], second, high_bfloat16(staged[words + i]), True
+                            )
+                    for i in T.vectorized(LANES):
+                        acc[(r0 + r) * d + c * LANES + i] = acc[(r0 + r) * d + c * LANES + i] + (
+                            low[i] + high[i]
+                        )
 
     return weigh_carefully
 
 
 def stage_op(d: int):
-    """Piece that copies values, as zeros from token `count` on, and finds the largest.
+    """Piece that copies `steps` steps of values, zeros from token `count` on, to `staged`.
 
-    largest: [0] gets the magnitude of the largest, as bits.
+    staged: [chunk][step] right tiles. largest[0] becomes the largest magnitude, as bits.
     """
     chunks = d // LANES
 
