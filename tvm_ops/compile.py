@@ -174,12 +174,15 @@ def _argument(parameter: Any) -> dict[str, str]:
 
 
 def _kernel(spec: KernelSpec, target: CpuTarget) -> Any:
+    from tvm_ops.kernels.amx_attention import amx_attention_kernel
     from tvm_ops.kernels.compact_kv import compact_kv_kernel
     from tvm_ops.kernels.schedules import schedule_for
     from tvm_ops.kernels.tree_attention import tree_attention_kernel
 
     if spec.op == "compact_kv":
         return compact_kv_kernel(spec.memory, spec.dtype)
+    if spec.memory == "amx" and target.amx:
+        return amx_attention_kernel(spec.head_dim)
     schedule = schedule_for(target.mcpu)
     return tree_attention_kernel(spec.memory, spec.dtype, spec.head_dim, schedule)
 

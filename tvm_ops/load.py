@@ -19,7 +19,7 @@ import torch
 from tvm_ops.artifact import PACKAGE, KernelSpec, artifact_path, is_intact
 from tvm_ops.layouts import DTYPE_NAMES, find_layout
 from tvm_ops.openmp import bind_launcher
-from tvm_ops.targets import REFERENCE, TARGET_VARIABLE
+from tvm_ops.targets import REFERENCE, TARGET_VARIABLE, host_target
 
 logger = logging.getLogger(__name__)
 
@@ -134,8 +134,10 @@ class _Child:
         environment = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
         search = [str(PACKAGE.parent), environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, search))
+        # Named: a child may be granted AMX where this process was not.
+        command = [sys.executable, "-m", "tvm_ops.compile", "--target", host_target().name]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tvm_ops.compile", *map(str, specs)],
+            [*command, *map(str, specs)],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -195,7 +197,7 @@ def _load(spec: KernelSpec) -> Callable[..., Any]:
             # Kernels crash at load time unless the launcher's symbols are registered first.
             bind_launcher(artifact_path(_LAUNCHER))
             _launcher_bound = True
-        path = artifact_path(spec)
+        path = artifact_path(spec)  # of a target that is known to run here, AMX permitted
         function: Callable[..., Any] = tvm_ffi.load_module(str(path))[spec.op]
         _loaded[spec] = (function, path)
         return function

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+from tvm_ops.amx import amx_permitted
+
 TARGET_VARIABLE = "MEDUSA_KERNEL_TARGET"
 REFERENCE = "reference"  # value of TARGET_VARIABLE that asks for the plain torch twins
 _MACHINES = {"AMD64": "x86_64", "arm64": "aarch64"}  # other names of the same machine
@@ -63,18 +65,23 @@ class CpuTarget:
         return "gcc" if self.native else f"gcc-{self.machine.replace('_', '-')}-linux-gnu"
 
 
+_AVX512_FLAGS = frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
 # Best first per machine. The x86-64 levels are those of the psABI, with the flags that tell them
-# apart; bfloat16 is emulated with shifts everywhere, so any ARMv8-A processor will do.
+# apart; bfloat16 is emulated with shifts but on AMX, so any ARMv8-A processor will do. Of Sapphire
+# Rapids only AMX is used beside x86-64-v4: virtual machines often hide some other of its features.
 TARGETS: Mapping[str, CpuTarget] = MappingProxyType(
     {
         target.name: target
         for target in (
             CpuTarget(
-                "x86-64-v4",
+                "sapphirerapids",
                 "x86_64",
                 "x86-64-v4",
-                flags=frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}),
+                mattr=("+amx-tile", "+amx-bf16"),
+                flags=_AVX512_FLAGS | {"amx_tile", "amx_bf16"},
+                amx=True,
             ),
+            CpuTarget("x86-64-v4", "x86_64", "x86-64-v4", flags=_AVX512_FLAGS),
             CpuTarget(
                 "x86-64-v3",
                 "x86_64",
@@ -96,14 +103,16 @@ def find_target(name: str) -> CpuTarget:
     return target
 
 
-def best_target(machine: str, flags: Collection[str]) -> CpuTarget:
+def best_target(machine: str, flags: Collection[str], amx: bool = True) -> CpuTarget:
     """The best target for a machine (platform.machine()) with these /proc/cpuinfo flags.
+
+    amx: whether AMX may be used where the flags list it.
 
     Raises ValueError for a machine without kernels.
     """
     machine = _MACHINES.get(machine, machine)
     for target in TARGETS.values():
-        if target.machine == machine and target.flags <= set(flags):
+        if target.machine == machine and target.flags <= set(flags) and (amx or not target.amx):
             return target
     known = sorted({target.machine for target in TARGETS.values()})
     raise ValueError(f"no kernels for machine {machine!r}: expected one of {', '.join(known)}")
@@ -113,11 +122,15 @@ def host_target() -> CpuTarget:
     """The best target of this machine, or the one named by MEDUSA_KERNEL_TARGET.
 
     "reference" names no target: kernels, where they are loaded nevertheless, are the machine's
-    own. Raises ValueError for an unknown name and for a target that can't run here.
+    own. Asks for permission to use AMX where the answer matters; refused, a machine's best target
+    is one without. Raises ValueError for an unknown name and for a target that can't run here.
     """
     forced = os.environ.get(TARGET_VARIABLE)
     if not forced or forced == REFERENCE:
-        return best_target(machine(), cpu_flags())
+        best = best_target(machine(), cpu_flags())
+        if best.amx and not amx_permitted():
+            best = best_target(machine(), cpu_flags(), amx=False)
+        return best
     if forced not in TARGETS:
         raise ValueError(
             f"{TARGET_VARIABLE}={forced!r}: expected one of {', '.join([*TARGETS, REFERENCE])}"
@@ -132,6 +145,8 @@ def host_target() -> CpuTarget:
     missing = sorted(target.flags - cpu_flags())
     if missing:
         raise ValueError(f"{TARGET_VARIABLE}={forced}: this processor lacks {', '.join(missing)}")
+    if target.amx and not amx_permitted():
+        raise ValueError(f"{TARGET_VARIABLE}={forced}: Linux does not let this process use AMX")
     return target
 
 

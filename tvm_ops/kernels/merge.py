@@ -1,4 +1,4 @@
-"""Combines the partial results of items whose keys were split over threads."""
+"""Results of work items, and the combination of those whose keys were split over threads."""
 
 from tvm.script import tirx as T
 
@@ -11,6 +11,54 @@ def row_start(first_token, head, row, group, row_stride, head_stride):
     """Offset of a row that counts tree row x head of the group, in query or out."""
     token = T.cast(first_token + row // group, "int64")
     return token * row_stride + T.cast(head * group + row % group, "int64") * head_stride
+
+
+def finish_op(dtype: str, d: int):
+    """Piece that writes an item's rows to out, or unnormalised to partial result `partial` >= 0.
+
+    acc: sums [row * d]; row_max: maxima; row_sum: weights in LANES parts a row.
+    """
+
+    @T.inline
+    def finish(
+        acc,
+        row_max,
+        row_sum,
+        num_rows,
+        token,
+        head,
+        first_row,
+        group,
+        partial,
+        partial_sum,
+        partial_stat,
+        out,
+        out_row_stride,
+        out_head_stride,
+    ):
+        for r in range(num_rows):
+            start: T.let[T.int64] = row_start(
+                token, head, first_row + r, group, out_row_stride, out_head_stride
+            )
+            total = T.alloc_buffer((1,), "float32")
+            total[0] = T.float32(0)
+            for i in range(LANES):
+                total[0] = total[0] + row_sum[r * LANES + i]
+            if partial >= 0:
+                partial_stat[partial, r, 0] = row_max[r]
+                partial_stat[partial, r, 1] = total[0]
+                for c in range(d // LANES):
+                    for i in T.vectorized(LANES):
+                        partial_sum[partial, r, c * LANES + i] = acc[r * d + c * LANES + i]
+            else:
+                inverse: T.let[T.float32] = T.float32(1) / total[0]
+                for c in range(d // LANES):
+                    for i in T.vectorized(LANES):
+                        out[start + c * LANES + i] = from_float32(
+                            acc[r * d + c * LANES + i] * inverse, dtype
+                        )
+
+    return finish
 
 
 def merge_op(dtype: str, d: int):

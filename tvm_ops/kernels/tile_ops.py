@@ -150,18 +150,36 @@ def cap_scores(scores, rows, cap):
 
 
 @T.inline
-def mask_scores(scores, rows, r0, first, tree, group, masks, starts, words, context, tree_rows):
-    """Scores of keys that a row does not see become -inf; r0 counts from the tree's first row."""
+def mask_scores(
+    scores,
+    rows,
+    unit,
+    end_unit,
+    width,
+    r0,
+    first,
+    tree,
+    group,
+    masks,
+    starts,
+    words,
+    context,
+    tree_rows,
+):
+    """Scores of keys that a row does not see become -inf, in units unit ... end_unit - 1.
+
+    width: of a row of scores, whose first key is `first`. r0 counts from the tree's first row.
+    """
     for r in range(rows):
         tree_row: T.let[T.int32] = T.min((r0 + r) // group, tree_rows - 1)
-        for u in range(UNITS):
+        for u in range(unit, end_unit):
             bits: T.let[T.int32] = seen_bits(
                 masks, starts, tree, tree_row, words, first + u * LANES, context
             )
             for i in T.vectorized(LANES):
-                scores[r * KEY_TILE + u * LANES + i] = T.Select(
+                scores[r * width + u * LANES + i] = T.Select(
                     T.bitwise_and(T.shift_right(bits, i), T.int32(1)) != T.int32(0),
-                    scores[r * KEY_TILE + u * LANES + i],
+                    scores[r * width + u * LANES + i],
                     T.float32(-float("inf")),
                 )
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from tvm.script import tirx as T
 
-from tvm_ops.kernels.merge import ITEM_ROWS, merge_op, row_start
+from tvm_ops.kernels.merge import ITEM_ROWS, finish_op, merge_op, row_start
 from tvm_ops.kernels.tile_ops import (
     KEY_TILE,
     UNITS,
@@ -31,7 +31,6 @@ from tvm_ops.kernels.vector_math import (
     LANES,
     LOWEST,
     STORAGE_DTYPES,
-    from_float32,
     magnitude,
     to_float32,
 )
@@ -83,7 +82,8 @@ def tree_attention_kernel(layout: str, dtype: str, head_dim: int, schedule: Sche
     # Keys in layout "amx" are always converted, float32 never.
     unpack_rows = 0 if amx else schedule.unpack_rows if size == 2 else 1 << 30
     scratch = LANES if unpack_rows > ITEM_ROWS else KEY_TILE * d
-    unpack, softmax, merge = unpack_op(amx, dtype, d), softmax_op(dtype), merge_op(dtype, d)
+    unpack, softmax = unpack_op(amx, dtype, d), softmax_op(dtype)
+    finish, merge = finish_op(dtype, d), merge_op(dtype, d)
     main_rows, few_rows = schedule.main.rows, schedule.few.rows
     padded_rows = ITEM_ROWS + main_rows
 
@@ -205,6 +205,9 @@ def tree_attention_kernel(layout: str, dtype: str, head_dim: int, schedule: Sche
                     mask_scores(
                         scores,
                         ops.rows,
+                        0,
+                        UNITS,
+                        KEY_TILE,
                         first_row + r0,
                         first,
                         tree,
@@ -327,27 +330,22 @@ def tree_attention_kernel(layout: str, dtype: str, head_dim: int, schedule: Sche
                         else:
                             attend_all(direct, False, first, count)
 
-            for r in range(num_rows):
-                start: T.let[T.int64] = row_start(
-                    token, head, first_row + r, group, out_row_stride, out_head_stride
-                )
-                total = T.alloc_buffer((1,), "float32")
-                total[0] = T.float32(0)
-                for i in range(LANES):
-                    total[0] = total[0] + row_sum[r * LANES + i]
-                if partial >= 0:
-                    partial_stat[partial, r, 0] = row_max[r]
-                    partial_stat[partial, r, 1] = total[0]
-                    for c in range(d // LANES):
-                        for i in T.vectorized(LANES):
-                            partial_sum[partial, r, c * LANES + i] = acc[r * d + c * LANES + i]
-                else:
-                    inverse: T.let[T.float32] = T.float32(1) / total[0]
-                    for c in range(d // LANES):
-                        for i in T.vectorized(LANES):
-                            out[start + c * LANES + i] = from_float32(
-                                acc[r * d + c * LANES + i] * inverse, dtype
-                            )
+            finish(
+                acc,
+                row_max,
+                row_sum,
+                num_rows,
+                token,
+                head,
+                first_row,
+                group,
+                partial,
+                partial_sum,
+                partial_stat,
+                out,
+                out_row_stride,
+                out_head_stride,
+            )
 
         @T.inline
         def merge_one(index):
