@@ -190,7 +190,7 @@ def test_artifact_names_depend_on_what_they_were_built_from(monkeypatch):
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.99")
     assert artifact_path(spec) != here, "made by another compiler"
     monkeypatch.undo()
-    monkeypatch.setattr("tvm_ops.artifact.source_digest", lambda op: b"changed")
+    monkeypatch.setattr("tvm_ops.artifact.source_digest", lambda op, on_gpu: b"changed")
     assert artifact_path(spec) != here, "made of other sources"
     assert artifact_path(KernelSpec("tree_attention", "amx", "float32", 64)) != here
     monkeypatch.setenv("MEDUSA_CACHE", "/elsewhere")

@@ -142,7 +142,7 @@ def test_a_forced_target_must_run_here(monkeypatch):
     for name, message in {
         "x86-64-v4": "this processor lacks avx512bw, ",
         "aarch64": "this machine is x86_64",
-        "pentium": "expected one of x86-64-v4, ",
+        "pentium": "expected one of sapphirerapids, ",
     }.items():
         monkeypatch.setenv("MEDUSA_KERNEL_TARGET", name)
         with pytest.raises(ValueError, match=message):
@@ -293,4 +293,4 @@ def test_every_layout_has_a_variant_that_ran_elsewhere():
     ran = {find_layout(layout).memory for layout, _, _ in VARIANTS["aarch64"]}
     from tvm_ops import LAYOUTS
 
-    assert ran == {kind.memory for kind in LAYOUTS.values()}
+    assert ran == {kind.memory for kind in LAYOUTS.values() if not kind.strided}
