@@ -138,7 +138,8 @@ def _check_rows(name: str, tensor: Tensor, cache: Tensor, head_dim: int) -> None
     if tensor.dtype != cache.dtype:
         raise TypeError(f"{name} is {tensor.dtype} but the cache is {cache.dtype}")
     if tensor.device != cache.device:
-        raise ValueError(f"{name} is on {tensor.device} but the cache is on {cache.device}")
+        where = "the CPU" if cache.device.type == "cpu" else str(cache.device)
+        raise ValueError(f"{name} is on {tensor.device}, the cache on {where}")
     if tensor.dim() != 3 or tensor.shape[2] != head_dim:
         raise ValueError(
             f"{name} must be [num_tokens, num_heads, {head_dim}] for this cache, got "

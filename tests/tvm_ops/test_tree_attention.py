@@ -221,7 +221,7 @@ WRONG = {
         "contiguous",
         lambda c: {"query": c.query.transpose(1, 2).contiguous().transpose(1, 2)},
     ),
-    "query device": (ValueError, "on the CPU", lambda c: {"query": c.query.to("meta")}),
+    "query device": (ValueError, "cache on the CPU", lambda c: {"query": c.query.to("meta")}),
     "cache device": (ValueError, "CPU", lambda c: {"kv_cache": c.kv_cache.to("meta")}),
     "out shape": (ValueError, "but out is", lambda c: {"out": c.out[:-1]}),
     "heads": (ValueError, "divide", lambda c: {"query": c.query[:, :5], "out": c.out[:, :5]}),
