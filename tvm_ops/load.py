@@ -134,10 +134,11 @@ class _Child:
         environment = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
         search = [str(PACKAGE.parent), environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, search))
-        # Named: a child may be granted AMX where this process was not.
-        command = [sys.executable, "-m", "tvm_ops.compile", "--target", host_target().name]
+        if not all(spec.on_gpu for spec in specs):
+            # A child may be granted AMX where this process was not.
+            environment[TARGET_VARIABLE] = host_target().name
         self.process = subprocess.Popen(
-            [*command, *map(str, specs)],
+            [sys.executable, "-m", "tvm_ops.compile", *map(str, specs)],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
