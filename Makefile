@@ -2,11 +2,13 @@
 PYTHON ?= python3.11
 VENV ?= .venv
 BIN := $(VENV)/bin
+GPU_VENV ?= .venv-gpu
+HAS_GPU := $(shell nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU')
 READY := $(VENV)/.ready
 SETUP_FILES := requirements/cpu.lock requirements/vllm-shim/pyproject.toml pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format clean
+.PHONY: help setup demo test lint format clean gpu-test gpu-bench
 
 help: ## Show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
@@ -38,6 +40,32 @@ lint: $(READY) ## Lint, format and type checks
 
 test: lint ## Lint, types and all tests
 	$(BIN)/pytest
+
+gpu-test: ## Test the CUDA kernels on this machine's GPU
+ifeq ($(HAS_GPU),0)
+	@echo "medusa: no GPU (nvidia-smi lists none): nothing was tested"
+else
+	@$(MAKE) --no-print-directory $(GPU_VENV)/.ready
+	$(GPU_VENV)/bin/pytest tests/gpu
+endif
+
+gpu-bench: ## Measure the CUDA kernels on this machine's GPU
+ifeq ($(HAS_GPU),0)
+	@echo "medusa: no GPU (nvidia-smi lists none): nothing was measured"
+else
+	@$(MAKE) --no-print-directory $(GPU_VENV)/.ready
+	$(GPU_VENV)/bin/python benchmarks/bench_gpu_ops.py
+endif
+
+# TVM's compiler has an environment of its own: tvm_ops/load.py says why.
+$(GPU_VENV)/.ready: requirements/gpu.txt pyproject.toml
+	@command -v nvcc >/dev/null || test -x /usr/local/cuda/bin/nvcc || { echo "medusa: nvcc is needed to compile the kernels: install the CUDA toolkit"; exit 1; }
+	@echo "medusa: setting up $(GPU_VENV) with vLLM for CUDA, about 10 GB"
+	$(PYTHON) -m venv --clear $(GPU_VENV)
+	@$(GPU_VENV)/bin/pip install --quiet -r requirements/gpu.txt
+	@$(GPU_VENV)/bin/pip install --quiet --no-deps --editable .
+	@cache="$${MEDUSA_CACHE:-$$HOME/.cache/medusa}"; $(PYTHON) -m venv "$$cache/tvm" && "$$cache/tvm/bin/pip" install --quiet 'apache-tvm>=0.27,<0.28'
+	@touch $@
 
 format: $(READY) ## Format the sources
 	$(BIN)/ruff format .

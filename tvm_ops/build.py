@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -82,7 +81,9 @@ def _manifest(
 def _compile(
     target: CpuTarget | GpuTarget, specs: Sequence[KernelSpec], out: Path
 ) -> Iterator[dict[str, Any]]:
-    command = [sys.executable, "-m", "tvm_ops.compile", "--target", target.name, "--out", str(out)]
+    from tvm_ops.load import compiler_command
+
+    command = [*compiler_command(), "--target", target.name, "--out", str(out)]
     child = subprocess.Popen(
         [*command, *map(str, specs)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

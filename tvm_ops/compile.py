@@ -37,7 +37,9 @@ from tvm_ops.targets import CpuTarget, find_target, host_target
 logger = logging.getLogger(__name__)
 
 
-def compile_missing(specs: Sequence[KernelSpec], target: CpuTarget | None = None) -> list[Path]:
+def compile_missing(
+    specs: Sequence[KernelSpec], target: CpuTarget | GpuTarget | None = None
+) -> list[Path]:
     """Compile those of `specs` that the kernel cache lacks; return the paths of all.
 
     Safe to run in several processes at once: one compiles, the others wait for its file.
@@ -187,13 +189,14 @@ def _kernel(spec: KernelSpec, target: CpuTarget) -> Any:
     return tree_attention_kernel(spec.memory, spec.dtype, spec.head_dim, schedule)
 
 
-def _export(specs: Sequence[KernelSpec], target: GpuTarget, out: Path | None) -> None:
-    from tvm_ops.gpu.export import export
+def _export(spec: KernelSpec, target: CpuTarget | GpuTarget, out: Path) -> dict[str, Any]:
+    if isinstance(target, GpuTarget):
+        from tvm_ops.gpu.export import export
 
-    if out is None:
-        raise ValueError(f"kernels for {target.name} need --out")
-    for spec in specs:
-        print(json.dumps({"kernels": export(spec, target, out)}), flush=True)
+        return {"kernels": export(spec, target, out)}
+    library = build_library(spec, target)
+    (out / f"{spec.stem}.so").write_bytes(library.content)
+    return {"arguments": library.arguments}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -206,17 +209,18 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     try:
         specs = [KernelSpec.parse(text) for text in options.kernels]
-        if options.target in GPU_TARGETS:
-            _export(specs, GPU_TARGETS[options.target], options.out)
-            return 0
-        target = host_target() if options.target is None else find_target(options.target)
+        target: CpuTarget | GpuTarget
+        if options.target is None:
+            target = host_target()
+        else:
+            target = GPU_TARGETS.get(options.target) or find_target(options.target)
+        if options.out is None and target.name in set(GPU_TARGETS) - {"cuda"}:
+            raise ValueError(f"kernels for {target.name} are not run from here: give --out")
         for spec in specs:
             if options.out is None:
                 print(*compile_missing([spec], target), flush=True)
             else:
-                library = build_library(spec, target)
-                (options.out / f"{spec.stem}.so").write_bytes(library.content)
-                print(json.dumps({"arguments": library.arguments}), flush=True)
+                print(json.dumps(_export(spec, target, options.out)), flush=True)
     except (OSError, RuntimeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import logging
 import os
 import subprocess
@@ -16,15 +17,28 @@ from typing import Any
 
 import torch
 
-from tvm_ops.artifact import PACKAGE, KernelSpec, artifact_path, is_intact
+from tvm_ops.artifact import (
+    PACKAGE,
+    KernelSpec,
+    artifact_path,
+    cache_root,
+    is_intact,
+    serving_target,
+)
 from tvm_ops.layouts import DTYPE_NAMES, find_layout
 from tvm_ops.openmp import bind_launcher
-from tvm_ops.targets import REFERENCE, TARGET_VARIABLE, host_target
+from tvm_ops.targets import REFERENCE, TARGET_VARIABLE
 
 logger = logging.getLogger(__name__)
 
+COMPILER = "apache-tvm>=0.27,<0.28"  # as in pyproject.toml
+
 _LAUNCHER = KernelSpec("launcher")
 _KERNELS_PER_CHILD = 3  # starting a compiler costs as much as compiling a kernel or two
+_RUN_COMPILER = (
+    "import sys; sys.path.append(sys.argv[1]); "
+    "from tvm_ops.compile import main; sys.exit(main(sys.argv[2:]))"
+)
 _lock = threading.RLock()
 _loaded: dict[KernelSpec, tuple[Callable[..., Any], Path]] = {}
 _launcher_bound = False
@@ -124,21 +138,39 @@ def ensure_compiled(specs: Sequence[KernelSpec]) -> None:
         logger.info("waited %.1f s for %d kernels", time.perf_counter() - begin, len(missing))
 
 
+def compiler_command() -> list[str]:
+    """Command that runs tvm_ops.compile where TVM is: here, or in $MEDUSA_CACHE/tvm.
+
+    vLLM's CUDA packages pin an older apache-tvm-ffi than TVM needs, so the two can't share an
+    environment. Raises RuntimeError when neither has it.
+    """
+    environment = cache_root() / "tvm"
+    if importlib.util.find_spec("tvm") is not None:
+        python = [sys.executable]
+    elif (environment / "bin" / "python").exists():
+        # Isolated: what is beside this process's packages must not stand in for the compiler's.
+        python = [str(environment / "bin" / "python"), "-I"]
+    else:
+        raise RuntimeError(
+            "compiling kernels needs TVM's compiler, which neither this environment has nor "
+            f"{environment}. Install it there, beside vLLM and without touching it: "
+            f"python -m venv {environment} && {environment}/bin/pip install '{COMPILER}'"
+        )
+    return [*python, "-c", _RUN_COMPILER, str(PACKAGE.parent)]
+
+
 class _Child:
-    """A process that compiles `specs`."""
+    """A process that compiles `specs`, all for the CPU or all for the GPU."""
 
     def __init__(self, specs: Sequence[KernelSpec]) -> None:
         self.names = ", ".join(map(str, specs))
         self.specs = tuple(specs)
         logger.info("compiling %s, once per machine", self.names)
         environment = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
-        search = [str(PACKAGE.parent), environment.get("PYTHONPATH", "")]
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, search))
-        if not all(spec.on_gpu for spec in specs):
-            # A child may be granted AMX where this process was not.
-            environment[TARGET_VARIABLE] = host_target().name
+        # Named: a child may be granted AMX where this process was not.
+        target = serving_target(specs[0]).name
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tvm_ops.compile", *map(str, specs)],
+            [*compiler_command(), "--target", target, *map(str, specs)],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -178,12 +210,14 @@ def _missing(specs: Sequence[KernelSpec]) -> list[KernelSpec]:
 def _start(specs: Sequence[KernelSpec]) -> None:
     """Have each of `specs` compiled by a child, a new one where none is at work."""
     # The file of a child that succeeded may have been removed since.
-    wanted = [s for s in specs if s not in _children or _children[s].process.poll() == 0]
-    share = -(-len(wanted) // len(os.sched_getaffinity(0)))
-    count = -(-len(wanted) // max(share, _KERNELS_PER_CHILD)) if wanted else 0
-    for i in range(count):
-        mine = wanted[i::count]
-        _children.update(dict.fromkeys(mine, _Child(mine)))
+    idle = [s for s in specs if s not in _children or _children[s].process.poll() == 0]
+    for on_gpu in (False, True):
+        wanted = [spec for spec in idle if spec.on_gpu == on_gpu]
+        share = -(-len(wanted) // len(os.sched_getaffinity(0)))
+        count = -(-len(wanted) // max(share, _KERNELS_PER_CHILD)) if wanted else 0
+        for i in range(count):
+            mine = wanted[i::count]
+            _children.update(dict.fromkeys(mine, _Child(mine)))
 
 
 def _load(spec: KernelSpec) -> Callable[..., Any]:

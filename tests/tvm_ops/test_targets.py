@@ -208,9 +208,9 @@ def test_a_child_compiles_for_the_target_of_its_parent(sapphire_rapids, monkeypa
     # It might be granted AMX where the parent was not, and write a file nobody looks for.
     sapphire_rapids.append(errno.ENOSPC)
     started = []
-    monkeypatch.setattr("subprocess.Popen", lambda *_, env, **__: started.append(env))
+    monkeypatch.setattr("subprocess.Popen", lambda command, **_: started.append(command))
     _Child([KernelSpec("launcher")])
-    assert started[0]["MEDUSA_KERNEL_TARGET"] == "x86-64-v4"
+    assert started[0][-3:] == ["--target", "x86-64-v4", "launcher:::0"]
 
 
 def test_aarch64_is_detected(monkeypatch):
