@@ -11,7 +11,7 @@ SETUP_FILES := requirements/cpu.lock requirements/vllm-shim/pyproject.toml pypro
 .PHONY: help setup demo test lint format clean gpu-test gpu-bench
 
 help: ## Show this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 
 setup: $(READY) ## Make .venv with everything that is needed (once, about 2 minutes, 4 GB)
 

@@ -80,7 +80,8 @@ def compact_kv(caches: KVCacheGroup, src_slots: Tensor, dst_slots: Tensor) -> No
             raise TypeError(f"{name} must be torch.int64, got {slots.dtype}")
         wanted = caches.addresses.device if unchecked else torch.device("cpu")
         if slots.device != wanted:
-            raise ValueError(f"{name} must be on {wanted}, got {slots.device}")
+            where = "the CPU" if wanted.type == "cpu" else str(wanted)
+            raise ValueError(f"{name} must be on {where}, got {slots.device}")
         if slots.dim() != 1 or not slots.is_contiguous():
             raise ValueError(f"{name} must be a contiguous vector, got shape {list(slots.shape)}")
     if len(src_slots) != len(dst_slots):

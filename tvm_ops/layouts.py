@@ -86,7 +86,7 @@ def check_cache(cache: Tensor, layout: KVLayout) -> None:
             f"{cache.dtype}"
         )
     if cache.device.type != "cpu" and not layout.strided:
-        raise ValueError(f"the cache is on {cache.device}, layout {layout.name!r} is of CPUs")
+        raise ValueError(f"the cache is on {cache.device}, layout {layout.name!r} lives on the CPU")
     placed = cache.stride()[-1:] == (1,) if layout.strided else cache.is_contiguous()
     if cache.dim() != 4 or not placed:
         raise ValueError(

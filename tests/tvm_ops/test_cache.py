@@ -100,7 +100,7 @@ def test_other_artefacts_are_not_used(cache, monkeypatch):
     assert not artifact_path(COMPACT).exists()
     monkeypatch.undo()
     monkeypatch.setenv("MEDUSA_CACHE", str(cache))
-    monkeypatch.setattr("tvm_ops.artifact.source_digest", lambda op: b"edited")
+    monkeypatch.setattr("tvm_ops.artifact.source_digest", lambda op, on_gpu: b"edited")
     assert not artifact_path(COMPACT).exists()
 
 

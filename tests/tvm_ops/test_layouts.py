@@ -77,7 +77,10 @@ def test_rows_are_where_the_module_says(layout):
     for head in range(kv_heads):
         memory = cache[slot // block_size, head].flatten()
         for dim in range(head_dim):
-            if LAYOUTS[layout].memory == "vec":
+            if layout == "strided":
+                k = offset * 2 * head_dim + dim
+                v = k + head_dim
+            elif LAYOUTS[layout].memory == "vec":
                 k = dim * block_size + offset
                 v = half + offset * head_dim + dim
             else:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tvm_ops.artifact import PACKAGE, KernelSpec, artifact_path, sealed
-from tvm_ops.load import ensure_compiled, kernel, loaded_artifacts, warm_up
+from tvm_ops.load import compiler_command, ensure_compiled, kernel, loaded_artifacts, warm_up
 from tvm_ops.tree_batch import ITEM_ROWS, KEY_TILE
 
 RUN_BOTH_OPS = """
@@ -190,7 +190,7 @@ def test_artifact_names_depend_on_what_they_were_built_from(monkeypatch):
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.99")
     assert artifact_path(spec) != here, "made by another compiler"
     monkeypatch.undo()
-    monkeypatch.setattr("tvm_ops.artifact.source_digest", lambda op: b"changed")
+    monkeypatch.setattr("tvm_ops.artifact.source_digest", lambda op, on_gpu: b"changed")
     assert artifact_path(spec) != here, "made of other sources"
     assert artifact_path(KernelSpec("tree_attention", "amx", "float32", 64)) != here
     monkeypatch.setenv("MEDUSA_CACHE", "/elsewhere")
@@ -222,3 +222,25 @@ def test_work_item_bounds_agree_with_the_kernel():
     # tree_batch.py can't import the kernel's constants without importing TVM.
     assert f"ITEM_ROWS = {ITEM_ROWS} " in (PACKAGE / "kernels" / "merge.py").read_text()
     assert f"KEY_TILE = {KEY_TILE} " in (PACKAGE / "kernels" / "tile_ops.py").read_text()
+
+
+def test_the_compiler_may_live_in_an_environment_of_its_own(tmp_path, monkeypatch):
+    # vLLM's CUDA packages and TVM need different versions of apache-tvm-ffi.
+    monkeypatch.setenv("MEDUSA_CACHE", str(tmp_path))
+    assert compiler_command()[0] == sys.executable
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(RuntimeError, match=f"python -m venv {tmp_path}/tvm && .*apache-tvm"):
+        compiler_command()
+    python = tmp_path / "tvm" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    command = compiler_command()
+    assert command[0] == str(python)
+    # PYTHONPATH leads to this process's packages: the compiler must not see them.
+    done = subprocess.run(
+        [*command[:2], "-c", "import sys; print(sys.flags.isolated)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "1"

@@ -355,4 +355,4 @@ def test_every_layout_has_a_variant_that_ran_elsewhere():
     ran = {find_layout(layout).memory for layout, _, _ in VARIANTS["aarch64"]}
     from tvm_ops import LAYOUTS
 
-    assert ran == {kind.memory for kind in LAYOUTS.values()}
+    assert ran == {kind.memory for kind in LAYOUTS.values() if not kind.strided}
