@@ -6,6 +6,7 @@ kernel_driver.c.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -18,15 +19,17 @@ import torch
 
 from tests.tvm_ops.c_call import CDriver, RecordedCall, compile_driver
 from tvm_ops import KVCacheGroup, compact_kv, tree_attention
+from tvm_ops.amx import _request, amx_permitted
 from tvm_ops.artifact import PACKAGE, KernelSpec, artifact_path
 from tvm_ops.layouts import find_layout
-from tvm_ops.load import attention_spec, compact_spec, ensure_compiled
+from tvm_ops.load import _Child, attention_spec, compact_spec, ensure_compiled
 from tvm_ops.reference import compact_kv_reference
-from tvm_ops.targets import TARGETS, best_target, host_target, machine
+from tvm_ops.targets import TARGETS, best_target, cpu_flags, host_target, machine
 from tvm_ops.testing import AttentionCase, error_and_bound, make_case, tree_rows
 
 V4 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 V3 = {"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"}
+AMX = {"amx_tile", "amx_bf16"}
 ARM_SYSROOT = Path("/usr/aarch64-linux-gnu")
 
 # The kernels that are run for each target: a layout and element type each, small head_dims, since
@@ -126,6 +129,9 @@ def check_compaction(layout: str, dtype: torch.dtype, run) -> None:
 
 
 def test_detection():
+    assert best_target("x86_64", AMX | V4 | V3).name == "sapphirerapids"
+    assert best_target("x86_64", AMX | V4 | V3, amx=False).name == "x86-64-v4"
+    assert best_target("x86_64", {"amx_tile"} | V4 | V3).name == "x86-64-v4"
     assert best_target("x86_64", V4 | V3).name == "x86-64-v4"
     assert best_target("AMD64", V3 | {"avx512f"}).name == "x86-64-v3"
     assert best_target("x86_64", {"sse2"}).name == "x86-64"
@@ -149,6 +155,62 @@ def test_a_forced_target_must_run_here(monkeypatch):
             host_target()
     monkeypatch.setenv("MEDUSA_KERNEL_TARGET", "x86-64")
     assert host_target().name == "x86-64"
+
+
+@pytest.fixture
+def sapphire_rapids(monkeypatch) -> list[int]:
+    """A machine with AMX; Linux's answers to the next requests to use it."""
+    answers: list[int] = []
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr("tvm_ops.targets.cpu_flags", lambda: frozenset(AMX | V4 | V3))
+    monkeypatch.setattr("tvm_ops.amx._request", lambda: answers.pop(0))
+    amx_permitted.cache_clear()
+    yield answers
+    amx_permitted.cache_clear()
+
+
+def test_amx_is_asked_for_once(sapphire_rapids, monkeypatch):
+    sapphire_rapids.append(0)
+    assert [host_target().name for _ in range(3)] == ["sapphirerapids"] * 3
+    assert not sapphire_rapids
+    monkeypatch.setenv("MEDUSA_KERNEL_TARGET", "sapphirerapids")
+    assert host_target().name == "sapphirerapids"
+
+
+def test_refused_amx_is_done_without_and_logged_once(sapphire_rapids, monkeypatch, caplog):
+    # As in containers and virtual machines that show the flag.
+    sapphire_rapids.append(errno.EOPNOTSUPP)
+    assert [host_target().name for _ in range(3)] == ["x86-64-v4"] * 3
+    [record] = caplog.records
+    assert record.levelname == "WARNING"
+    assert "Linux does not let this process use it (Operation not supported)" in record.message
+    monkeypatch.setenv("MEDUSA_KERNEL_TARGET", "sapphirerapids")
+    with pytest.raises(ValueError, match="Linux does not let this process use AMX"):
+        host_target()
+    assert len(caplog.records) == 1
+
+
+def test_amx_is_not_asked_for_where_it_is_not_wanted(sapphire_rapids, monkeypatch):
+    monkeypatch.setenv("MEDUSA_KERNEL_TARGET", "x86-64-v4")
+    assert host_target().name == "x86-64-v4"  # no answer is left to give
+    monkeypatch.delenv("MEDUSA_KERNEL_TARGET")
+    monkeypatch.setattr("tvm_ops.targets.cpu_flags", lambda: frozenset(V4 | V3))
+    assert host_target().name == "x86-64-v4"
+
+
+@pytest.mark.skipif(machine() != "x86_64" or cpu_flags() >= AMX, reason="needs x86 without AMX")
+def test_a_machine_without_amx_refuses_it():
+    # The request itself, as Linux hears it.
+    assert _request() in (errno.EINVAL, errno.EOPNOTSUPP)
+
+
+def test_a_child_compiles_for_the_target_of_its_parent(sapphire_rapids, monkeypatch):
+    # It might be granted AMX where the parent was not, and write a file nobody looks for.
+    sapphire_rapids.append(errno.ENOSPC)
+    started = []
+    monkeypatch.setattr("subprocess.Popen", lambda command, **_: started.append(command))
+    _Child([KernelSpec("launcher")])
+    assert started[0][-3:] == ["--target", "x86-64-v4", "launcher:::0"]
 
 
 def test_aarch64_is_detected(monkeypatch):
@@ -210,7 +272,7 @@ def test_no_instructions_beyond_the_target(compiled_for, used, forbidden):
         assert not (found := re.search(f".*({forbidden}).*", code)), f"{spec}: {found}"
 
 
-@pytest.mark.skipif(host_target().name != "x86-64-v4", reason="needs an AVX-512 machine's cache")
+@pytest.mark.skipif("avx512f" not in cpu_flags(), reason="needs an AVX-512 machine's cache")
 def test_the_search_for_wide_instructions_finds_them():
     # Else the test above could pass on any library.
     spec = attention_spec("vec", torch.float32, 16)
