@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,6 @@ import numpy.typing as npt
 import torch
 from vllm import _custom_ops as ops
 from vllm import envs
-from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
@@ -23,36 +22,24 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from medusa_plugin.vllm_glue.attention_rows import (
     PlainRows,
+    TreeImpl,
+    TreeMetadata,
+    TreeMetadataBuilder,
     overridden_backend,
     plain_requests,
-    require_none_of,
-    run_plain_rows,
 )
-from tvm_ops import TreeBatch, tree_attention
+from tvm_ops import TreeBatch
 
 
 @dataclass
-class TreeAttentionMetadata(CPUAttentionMetadata):
-    """vLLM's metadata for the whole batch, and how to split it where requests have trees."""
-
-    trees: TreeBatch | None = None
-    plain: PlainRows | None = None
+class TreeAttentionMetadata(TreeMetadata, CPUAttentionMetadata):
+    """vLLM's metadata for the whole batch, and its trees (`TreeBatch`)."""
 
 
-class TreeAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
+class TreeAttentionMetadataBuilder(TreeMetadataBuilder, CPUAttentionMetadataBuilder):
     """Builds `TreeAttentionMetadata`; the model runner adds the trees of the step."""
 
-    def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
-    ) -> TreeAttentionMetadata:
-        """vLLM's metadata in our class, no trees yet."""
-        plain = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        return TreeAttentionMetadata(
-            **{field.name: getattr(plain, field.name) for field in fields(plain)}
-        )
+    metadata_class = TreeAttentionMetadata
 
     def attach_trees(
         self,
@@ -104,82 +91,39 @@ class TreeAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         )
 
 
-class TreeAttentionImpl(CPUAttentionBackendImpl):
-    """Splits the rows of a batch between vLLM's kernel and the tree kernel."""
+class TreeAttentionImpl(TreeImpl, CPUAttentionBackendImpl):
+    """Splits the rows of a batch between vLLM's CPU kernel and the tree kernel."""
 
-    def require_supported(self) -> None:
-        """Raise `UnsupportedFeatureError` if the tree kernel lacks something this layer needs."""
-        require_none_of(
-            {
-                "ALiBi": self.alibi_slopes is not None,
-                "attention sinks": self.sinks is not None,
-                "quantised KV cache": self.is_fp8_kv_cache,
-            }
-        )
+    @property
+    def tree_window(self) -> int | None:
+        """See `TreeImpl`."""
+        window: int = self.sliding_window
+        return None if window == -1 else window
+
+    @property
+    def has_quantized_cache(self) -> bool:
+        """See `TreeImpl`."""
+        is_fp8: bool = self.is_fp8_kv_cache
+        return is_fp8
 
     @staticmethod
     def kv_layout(layer: Any) -> str:
-        """Name in `tvm_ops.LAYOUTS` of the layer's cache."""
+        """See `TreeImpl.kv_layout`."""
         layout: str = layer.isa
         return layout
 
-    @staticmethod
     def write_kv(
+        self,
         layer: Any,
         keys: torch.Tensor,
         values: torch.Tensor,
         cache: torch.Tensor,
         slots: torch.Tensor,
     ) -> None:
-        """Write keys and values `[N, kv_heads, head_size]` as vLLM does for this layer."""
+        """See `TreeImpl.write_kv`."""
         num_blocks, kv_heads, block_size, _ = cache.shape
         parts = cache.view(num_blocks, kv_heads, 2 * block_size, -1).chunk(2, dim=2)
         ops.cpu_attn_reshape_and_cache(keys, values, *parts, slots, layer.isa)
-
-    def forward(
-        self,
-        layer: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: CPUAttentionMetadata | None,
-        output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Attention of all rows into `output`; see vLLM's method for the shapes."""
-        if not isinstance(attn_metadata, TreeAttentionMetadata) or attn_metadata.trees is None:
-            super().forward(
-                layer,
-                query,
-                key,
-                value,
-                kv_cache,
-                attn_metadata,
-                output,
-                output_scale,
-                output_block_scale,
-            )
-            return output
-        attend = super().forward
-        run_plain_rows(
-            attn_metadata.plain,
-            query,
-            output,
-            lambda q, metadata, o: attend(layer, q, key, value, kv_cache, metadata, o),
-        )
-        tree_attention(
-            query,
-            kv_cache,
-            output,
-            attn_metadata.trees,
-            scale=self.scale,
-            layout=layer.isa,
-            softcap=self.logits_soft_cap or None,
-            sliding_window=None if self.sliding_window == -1 else self.sliding_window,
-        )
-        return output
 
 
 class TreeAttentionBackend(CPUAttentionBackend):

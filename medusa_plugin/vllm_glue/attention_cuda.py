@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.utils.torch_utils import is_quantized_kv_cache
-from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
     FlashAttentionImpl,
@@ -23,27 +23,26 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from medusa_plugin.vllm_glue.attention_rows import (
     PlainRows,
+    TreeImpl,
+    TreeMetadata,
+    TreeMetadataBuilder,
     overridden_backend,
     plain_requests,
-    require_none_of,
-    run_plain_rows,
 )
-from tvm_ops import TreeBatch, TreeTables, tree_attention
+from tvm_ops import TreeBatch, TreeTables
 
 LAYOUT = "strided"
 
 
 @dataclass
-class TreeFlashAttentionMetadata(FlashAttentionMetadata):
-    """vLLM's metadata for the whole batch, and how to split it where requests have trees."""
-
-    trees: TreeTables | None = None
-    plain: PlainRows | None = None
+class TreeFlashAttentionMetadata(TreeMetadata, FlashAttentionMetadata):
+    """vLLM's metadata for the whole batch, and its trees (`TreeTables`)."""
 
 
-class TreeFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
+class TreeFlashAttentionMetadataBuilder(TreeMetadataBuilder, FlashAttentionMetadataBuilder):
     """Builds `TreeFlashAttentionMetadata`; the model runner adds the trees of the step."""
 
+    metadata_class = TreeFlashAttentionMetadata
     _tables: TreeTables | None = None
 
     @classmethod
@@ -51,18 +50,6 @@ class TreeFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
         """None: which kernels run depends on the trees of the step. vLLM then captures the model
         piecewise, between the attention layers."""
         return AttentionCGSupport.NEVER
-
-    def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
-    ) -> TreeFlashAttentionMetadata:
-        """vLLM's metadata in our class, no trees yet."""
-        plain = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        return TreeFlashAttentionMetadata(
-            **{field.name: getattr(plain, field.name) for field in fields(plain)}
-        )
 
     def attach_trees(
         self,
@@ -118,28 +105,23 @@ class TreeFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
         )
 
 
-class TreeFlashAttentionImpl(FlashAttentionImpl):
+class TreeFlashAttentionImpl(TreeImpl, FlashAttentionImpl):
     """Splits the rows of a batch between flash-attention and the tree kernel."""
 
     @property
     def tree_window(self) -> int | None:
-        """Positions that a row sees up to its own, or None for all."""
+        """See `TreeImpl`."""
         left: int = self.sliding_window[0]
         return left + 1 if left >= 0 else None
 
-    def require_supported(self) -> None:
-        """Raise `UnsupportedFeatureError` if the tree kernel lacks something this layer needs."""
-        require_none_of(
-            {
-                "ALiBi": self.alibi_slopes is not None,
-                "attention sinks": self.sinks is not None,
-                "quantised KV cache": is_quantized_kv_cache(self.kv_cache_dtype),
-            }
-        )
+    @property
+    def has_quantized_cache(self) -> bool:
+        """See `TreeImpl`."""
+        return bool(is_quantized_kv_cache(self.kv_cache_dtype))
 
     @staticmethod
     def kv_layout(layer: Any) -> str:
-        """Name in `tvm_ops.LAYOUTS` of the layer's cache."""
+        """See `TreeImpl.kv_layout`."""
         return LAYOUT
 
     def write_kv(
@@ -150,44 +132,8 @@ class TreeFlashAttentionImpl(FlashAttentionImpl):
         cache: torch.Tensor,
         slots: torch.Tensor,
     ) -> None:
-        """Write keys and values `[N, kv_heads, head_size]` as vLLM does for this layer."""
+        """See `TreeImpl.write_kv`."""
         self.do_kv_cache_update(layer, keys, values, cache, slots)
-
-    def forward(
-        self,
-        layer: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: FlashAttentionMetadata | None,
-        output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Attention of all rows into `output`; see vLLM's method for the shapes."""
-        attend = super().forward
-        if not isinstance(attn_metadata, TreeFlashAttentionMetadata) or attn_metadata.trees is None:
-            scales = (output_scale, output_block_scale)
-            attend(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
-            return output
-        run_plain_rows(
-            attn_metadata.plain,
-            query,
-            output,
-            lambda q, metadata, o: attend(layer, q, key, value, kv_cache, metadata, o),
-        )
-        tree_attention(
-            query,
-            kv_cache,
-            output,
-            attn_metadata.trees,
-            scale=self.scale,
-            layout=LAYOUT,
-            softcap=self.logits_soft_cap or None,
-            sliding_window=self.tree_window,
-        )
-        return output
 
 
 class TreeFlashAttentionBackend(FlashAttentionBackend):

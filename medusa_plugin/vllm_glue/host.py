@@ -43,6 +43,20 @@ class Hook:
 
 _RUNNER = "vllm.v1.worker.gpu_model_runner"
 _FLASH = "vllm.v1.attention.backends.flash_attn"
+# Parameters that attention has on every device.
+_BUILD = ("self", "common_prefix_len", "common_attn_metadata", "fast_build")
+_FORWARD = (
+    "self",
+    "layer",
+    "query",
+    "key",
+    "value",
+    "kv_cache",
+    "attn_metadata",
+    "output",
+    "output_scale",
+    "output_block_scale",
+)
 
 # Wrapped in every process by `registration`.
 REGISTRATION_HOOKS = (
@@ -192,24 +206,13 @@ CPU_HOOKS = (
     Hook(
         "vllm.v1.attention.backends.cpu_attn",
         "CPUAttentionMetadataBuilder.build",
-        ("self", "common_prefix_len", "common_attn_metadata", "fast_build"),
+        _BUILD,
         "metadata that can carry trees",
     ),
     Hook(
         "vllm.v1.attention.backends.cpu_attn",
         "CPUAttentionBackendImpl.forward",
-        (
-            "self",
-            "layer",
-            "query",
-            "key",
-            "value",
-            "kv_cache",
-            "attn_metadata",
-            "output",
-            "output_scale",
-            "output_block_scale",
-        ),
+        _FORWARD,
         "tree rows go to tvm_ops.tree_attention",
     ),
 )
@@ -237,7 +240,7 @@ CUDA_HOOKS = (
     Hook(
         _FLASH,
         "FlashAttentionMetadataBuilder.build",
-        ("self", "common_prefix_len", "common_attn_metadata", "fast_build"),
+        _BUILD,
         "metadata that can carry trees",
     ),
     Hook(
@@ -249,18 +252,7 @@ CUDA_HOOKS = (
     Hook(
         _FLASH,
         "FlashAttentionImpl.forward",
-        (
-            "self",
-            "layer",
-            "query",
-            "key",
-            "value",
-            "kv_cache",
-            "attn_metadata",
-            "output",
-            "output_scale",
-            "output_block_scale",
-        ),
+        _FORWARD,
         "tree rows go to tvm_ops.tree_attention",
     ),
 )

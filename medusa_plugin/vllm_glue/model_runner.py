@@ -30,6 +30,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from medusa_plugin.step import Drafter, StepRequest, decode_step
 from medusa_plugin.tree.draft_tree import DraftTree
 from medusa_plugin.tree.token_tree import TokenTree
+from medusa_plugin.vllm_glue.attention_rows import TreeImpl
 from medusa_plugin.vllm_glue.kv_cache import group_caches, start_kernels
 from medusa_plugin.vllm_glue.sampling import TreeRowSampler
 from medusa_plugin.vllm_glue.support import UnsupportedFeatureError
@@ -56,15 +57,11 @@ class GrantedTrees:
 
     def tree_positions(self) -> tuple[torch.Tensor, torch.Tensor]:
         """int64 `[n]` batch rows of the branching trees, and each row's position by its depth."""
-        depths = [self.trees[i].topology.depth_tensor.long() for i in self.branching]
-        rows = [
-            int(self.root_rows[i]) + torch.arange(len(depth))
-            for i, depth in zip(self.branching, depths, strict=True)
-        ]
-        positions = [
-            int(self.root_positions[i]) + depth
-            for i, depth in zip(self.branching, depths, strict=True)
-        ]
+        rows, positions = [], []
+        for i in self.branching:
+            depths = self.trees[i].topology.depth_tensor
+            rows.append(int(self.root_rows[i]) + torch.arange(len(depths)))
+            positions.append(int(self.root_positions[i]) + depths)
         return torch.cat(rows), torch.cat(positions)
 
 
@@ -102,7 +99,7 @@ class MedusaModelRunner(GPUModelRunner):
             return
         layers = get_layers_from_vllm_config(self.vllm_config, Attention)
         for layer in layers.values():
-            if not hasattr(layer.impl, "require_supported"):
+            if not isinstance(layer.impl, TreeImpl):
                 raise UnsupportedFeatureError(
                     f"medusa does not support yet: {type(layer.impl).__name__} in layer "
                     f"{layer.layer_name}. Run this model without speculation."

@@ -181,7 +181,7 @@ def test_a_mixed_batch_is_split_between_both_kernels(window, emulated, monkeypat
     torch.testing.assert_close(output[plain], expected[plain])
 
 
-def test_batches_without_trees_are_left_to_vllm(emulated, monkeypatch):
+def test_batches_without_trees_are_left_to_vllm(emulated):
     case = make_case(layout="strided", dtype=torch.bfloat16, head_dim=64, lens=[2], contexts=[5])
     output = case.out.clone()
     impl = make_impl()
