@@ -104,7 +104,9 @@ def source_digest(op: str, on_gpu: bool = False) -> bytes:
         sources = [path for path in kernels if path.name.startswith("gpu_") == on_gpu]
         if on_gpu:
             sources.append(PACKAGE / "kernels" / "vector_math.py")  # both kinds use it
-        sources.append(PACKAGE / "gpu" / "compile.py" if on_gpu else PACKAGE / "compile.py")
+            sources += [PACKAGE / "gpu" / name for name in ("compile.py", "entries.py")]
+        else:
+            sources.append(PACKAGE / "compile.py")
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in sources)).digest()
 
 

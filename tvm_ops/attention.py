@@ -58,12 +58,12 @@ def tree_attention(
     RuntimeError when the kernel has to be compiled and can't be.
     """
     spec = attention_spec(layout, kv_cache.dtype, kv_cache.shape[-1] // 2)
-    check_cache(kv_cache, find_layout(layout))
+    kind = find_layout(layout)
+    check_cache(kv_cache, kind)
     num_blocks, kv_heads, block_size, width = kv_cache.shape
     head_dim = width // 2
-    strided = isinstance(batch, TreeTables)
-    if strided != find_layout(layout).strided:
-        wanted = "TreeTables" if find_layout(layout).strided else "TreeBatch"
+    if isinstance(batch, TreeTables) != kind.strided:
+        wanted = "TreeTables" if kind.strided else "TreeBatch"
         raise TypeError(
             f"layout {layout!r} needs its trees as {wanted}, got {type(batch).__name__}"
         )
@@ -83,8 +83,8 @@ def tree_attention(
     trees = batch.batch if isinstance(batch, TreeTables) else batch
     if trees is not None and trees.query_end > num_tokens:
         raise ValueError(f"trees reach query row {trees.query_end - 1} of {num_tokens} rows")
-    if trees is not None and not strided:
-        trees.check_blocks(num_blocks, block_size)
+    if isinstance(batch, TreeBatch):
+        batch.check_blocks(num_blocks, block_size)
     if reference_requested():
         if trees is not None:
             tree_attention_reference(

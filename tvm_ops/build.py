@@ -17,7 +17,7 @@ from rich.progress import track
 
 from tvm_ops.artifact import KernelSpec, source_digest
 from tvm_ops.gpu.targets import GPU_TARGETS, GpuTarget
-from tvm_ops.targets import TARGETS, CpuTarget, host_target
+from tvm_ops.targets import TARGETS, CpuTarget, find_target
 
 MANIFEST = "manifest.json"
 _LAUNCHER = KernelSpec("launcher")
@@ -143,16 +143,6 @@ def kernels_for(
     return list(dict.fromkeys([*attention, *(compact_spec(*pair) for pair in pairs)]))
 
 
-def _find_target(name: str | None) -> CpuTarget | GpuTarget:
-    if name is None:
-        return host_target()
-    found = TARGETS.get(name) or GPU_TARGETS.get(name)
-    if found is None:
-        known = ", ".join([*TARGETS, *GPU_TARGETS])
-        raise BuildError(f"unknown target {name!r}: expected one of {known}")
-    return found
-
-
 def _check_layouts(target: CpuTarget | GpuTarget, layouts: Sequence[str]) -> None:
     from tvm_ops.layouts import LAYOUTS
 
@@ -194,7 +184,7 @@ def main(
     """Build kernel libraries and a manifest that describes them, for this or another machine."""
     console = Console(stderr=True)
     try:
-        chosen = _find_target(target)
+        chosen = find_target(target)
         usual = "strided" if isinstance(chosen, GpuTarget) else "vec"
         _check_layouts(chosen, layout or [usual])
         kernels = kernels_for(layout or [usual], dtype or ["float32"], head_dim or [64])

@@ -32,7 +32,7 @@ from tvm_ops.artifact import (
     serving_target,
 )
 from tvm_ops.gpu.targets import GPU_TARGETS, GpuTarget
-from tvm_ops.targets import CpuTarget, find_target, host_target
+from tvm_ops.targets import CpuTarget, find_target
 
 logger = logging.getLogger(__name__)
 
@@ -150,16 +150,23 @@ def _compile_launcher(compiler: str, path: Path) -> None:
         raise RuntimeError(f"{compiler} failed on {source.name}:\n{done.stderr}")
 
 
-def _compile_kernel(
-    spec: KernelSpec, target: CpuTarget, compiler: str, path: Path
-) -> list[dict[str, str]]:
+@contextmanager
+def missing_compiler_explained(spec: KernelSpec) -> Iterator[None]:
+    """Inside, an import of TVM that fails raises RuntimeError with the remedy."""
     try:
-        import tvm
+        yield
     except ImportError as error:
         raise RuntimeError(
             f"compiling {spec} needs TVM's compiler, which does not import ({error}); install "
             "apache-tvm, or copy the kernel cache from a machine of the same kind"
         ) from error
+
+
+def _compile_kernel(
+    spec: KernelSpec, target: CpuTarget, compiler: str, path: Path
+) -> list[dict[str, str]]:
+    with missing_compiler_explained(spec):
+        import tvm
     function = _kernel(spec, target)
     module = tvm.IRModule({spec.op: function})
     executable = tvm.compile(module, target=tvm.target.Target(target.llvm))
@@ -209,11 +216,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     try:
         specs = [KernelSpec.parse(text) for text in options.kernels]
-        target: CpuTarget | GpuTarget
-        if options.target is None:
-            target = host_target()
-        else:
-            target = GPU_TARGETS.get(options.target) or find_target(options.target)
+        target = find_target(options.target)
         if options.out is None and target.name in set(GPU_TARGETS) - {"cuda"}:
             raise ValueError(f"kernels for {target.name} are not run from here: give --out")
         for spec in specs:

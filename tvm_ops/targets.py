@@ -11,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from tvm_ops.amx import amx_permitted
+from tvm_ops.gpu.targets import GPU_TARGETS, GpuTarget
 
 TARGET_VARIABLE = "MEDUSA_KERNEL_TARGET"
 REFERENCE = "reference"  # value of TARGET_VARIABLE that asks for the plain torch twins
@@ -95,11 +96,17 @@ TARGETS: Mapping[str, CpuTarget] = MappingProxyType(
 )
 
 
-def find_target(name: str) -> CpuTarget:
-    """The target called `name`. Raises ValueError for a name that is not in TARGETS."""
-    target = TARGETS.get(name)
+def find_target(name: str | None) -> CpuTarget | GpuTarget:
+    """The target called `name`, None for this machine's processor.
+
+    Raises ValueError for a name that is neither in TARGETS nor in GPU_TARGETS, and as host_target.
+    """
+    if name is None:
+        return host_target()
+    target = TARGETS.get(name) or GPU_TARGETS.get(name)
     if target is None:
-        raise ValueError(f"unknown target {name!r}: expected one of {', '.join(TARGETS)}")
+        known = ", ".join([*TARGETS, *GPU_TARGETS])
+        raise ValueError(f"unknown target {name!r}: expected one of {known}")
     return target
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,6 @@ from tvm_ops.testing import AttentionCase, chain_masks, error_and_bound, make_ca
 RAGGED = {"lens": [1, 5, 64, 16, 2, 33], "contexts": [0, 100, 63, 300, 64, 31]}
 BFLOAT16 = {"dtype": torch.bfloat16, "head_dim": 64}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-Run = Callable[..., list[str]]
 
 
 class Emulator:

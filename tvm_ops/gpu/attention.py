@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tvm_ops.artifact import KernelSpec
+from tvm_ops.gpu.launch import stride_in_words
 from tvm_ops.gpu.load import cuda_program
 from tvm_ops.gpu.tree_tables import TreeTables
 
@@ -85,13 +86,13 @@ def gpu_tree_attention(
         "first_visible": starts.data_ptr(),
         "table": tables.block_table.data_ptr(),
         "partial": scratch.data_ptr(),
-        "query_row_stride": _words(query, 0, "query"),
-        "query_head_stride": _words(query, 1, "query"),
-        "out_row_stride": _words(out, 0, "out"),
-        "out_head_stride": _words(out, 1, "out"),
-        "block_stride": _words(kv_cache, 0, "kv_cache", 16),
-        "head_stride": _words(kv_cache, 1, "kv_cache", 16),
-        "token_stride": _words(kv_cache, 2, "kv_cache", 16),
+        "query_row_stride": stride_in_words(query, 0, "query"),
+        "query_head_stride": stride_in_words(query, 1, "query"),
+        "out_row_stride": stride_in_words(out, 0, "out"),
+        "out_head_stride": stride_in_words(out, 1, "out"),
+        "block_stride": stride_in_words(kv_cache, 0, "kv_cache", 16),
+        "head_stride": stride_in_words(kv_cache, 1, "kv_cache", 16),
+        "token_stride": stride_in_words(kv_cache, 2, "kv_cache", 16),
         "table_stride": tables.max_blocks,
         "num_trees": tables.num_trees,
         "kv_heads": kv_heads,
@@ -108,14 +109,3 @@ def gpu_tree_attention(
     if splits > 1:
         combine_tiles = row_tiles * (program.rows // program.combine_rows)
         loaded.kernels["combine"]((combine_tiles, grid_y), values)
-
-
-def _words(tensor: Tensor, dim: int, name: str, align: int = 4) -> int:
-    """Stride of `dim` in uint32 words. Raises ValueError unless rows begin at `align` bytes."""
-    stride = tensor.stride(dim) * tensor.element_size()
-    if (tensor.shape[dim] > 1 and stride % align) or tensor.data_ptr() % align:
-        raise ValueError(
-            f"{name} must begin at a multiple of {align} bytes, with strides of multiples of it; "
-            f"got address {tensor.data_ptr():#x} and strides {tensor.stride()}"
-        )
-    return stride // 4

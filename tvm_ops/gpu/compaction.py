@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tvm_ops.artifact import KernelSpec
+from tvm_ops.gpu.launch import stride_in_words
 from tvm_ops.gpu.load import cuda_program
 
 
@@ -19,18 +20,17 @@ def gpu_compact_kv(
     negative source is skipped.
     """
     _, kv_heads, block_size, width = cache.shape
-    per_word = 4 // cache.element_size()
     values = {
         "caches": addresses.data_ptr(),
         "source": src_slots.data_ptr(),
         "target": dst_slots.data_ptr(),
-        "block_stride": cache.stride(0) // per_word,
-        "head_stride": cache.stride(1) // per_word,
-        "token_stride": cache.stride(2) // per_word,
+        "block_stride": stride_in_words(cache, 0, "cache"),
+        "head_stride": stride_in_words(cache, 1, "cache"),
+        "token_stride": stride_in_words(cache, 2, "cache"),
         "num_layers": len(addresses),
         "kv_heads": kv_heads,
         "block_size": block_size,
-        "token_words": width // per_word,
+        "token_words": width * cache.element_size() // 4,
         "num_moves": len(src_slots),
     }
     loaded = cuda_program(spec, cache.device)

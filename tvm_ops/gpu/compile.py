@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from tvm_ops.artifact import KernelSpec
+from tvm_ops.compile import missing_compiler_explained
+from tvm_ops.gpu.entries import c_arguments
 from tvm_ops.gpu.program import Kernel, Program
 from tvm_ops.gpu.targets import GpuTarget
 
-# How each language writes an entry point and its arguments.
 _CUDA_ENTRY = re.compile(r'extern "C" __global__ void .*?(\w+)_kernel\(([^)]*)\) \{')
-_CUDA_KINDS = {"int": "int32", "int64_t": "int64", "float": "float32"}
 
 
 @dataclass(frozen=True)
@@ -75,18 +75,13 @@ def _tvm_target(target: GpuTarget) -> dict[str, Any]:
 def _functions(
     spec: KernelSpec, target: GpuTarget
 ) -> tuple[dict[str, tuple[Any, int]], dict[str, int]]:
-    try:
+    with missing_compiler_explained(spec):
         from tvm_ops.kernels import (
             gpu_compact_kv,
             gpu_mma_attention,
             gpu_mma_ops,
             gpu_tree_attention,
         )
-    except ImportError as error:
-        raise RuntimeError(
-            f"compiling {spec} needs TVM's compiler, which does not import ({error}); install "
-            "apache-tvm, or copy the kernel cache from a machine of the same kind"
-        ) from error
 
     if spec.op == "compact_kv":
         if target.kind == "cuda":
@@ -116,17 +111,8 @@ def cuda_kernels(source: Source) -> tuple[Kernel, ...]:
     """The entry points of CUDA source; TVM sorts their arguments, so the text is asked."""
     found = []
     for match in _CUDA_ENTRY.finditer(source.text):
-        arguments = []
-        for text in match[2].split(","):
-            kind, name = text.strip().rsplit(" ", 1)
-            pointer = "*" in kind
-            arguments.append(
-                (
-                    name.removesuffix("_ptr") if pointer else name,
-                    "pointer" if pointer else _CUDA_KINDS[kind],
-                )
-            )
-        found.append(Kernel(match[1], tuple(arguments), source.threads[match[1]]))
+        arguments = tuple((a.name, a.kind) for a in c_arguments(match[2]))
+        found.append(Kernel(match[1], arguments, source.threads[match[1]]))
     names = [kernel.name for kernel in found]
     if sorted(names) != sorted(source.threads):
         raise RuntimeError(f"expected kernels {list(source.threads)} in TVM's source, got {names}")

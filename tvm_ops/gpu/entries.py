@@ -6,7 +6,14 @@ import re
 from dataclasses import dataclass
 
 _OPENCL_ENTRY = re.compile(r"__kernel void (\w+)\(([^)]*)\) \{")
-_OPENCL_KINDS = {"int": "int32", "uint": "uint32", "long": "int64", "float": "float32"}
+# Of CUDA, OpenCL and Metal.
+_C_KINDS = {
+    "int": "int32",
+    "uint": "uint32",
+    "long": "int64",
+    "int64_t": "int64",
+    "float": "float32",
+}
 _METAL_ENTRY = re.compile(r"^kernel void (\w+)\((.*?)^\) \{", re.M | re.S)
 _METAL_BUFFER = re.compile(r"device (\w+)\* (\w+) \[\[ buffer\((\d+)\) \]\]")
 _METAL_STRUCT = re.compile(r"^struct \w+_args_t \{(.*?)^\};", re.M | re.S)
@@ -58,27 +65,28 @@ def entry_point(text: str, language: str) -> EntryPoint:
         names = [match[1] for match in found]
         raise ValueError(f"expected one entry point in TVM's {language} source, got {names}")
     if language == "opencl":
-        return EntryPoint(found[0][1], tuple(_opencl_arguments(found[0][2])))
+        return EntryPoint(found[0][1], tuple(c_arguments(found[0][2])))
     arguments = _metal_arguments(text) if language == "metal" else _webgpu_arguments(text)
     return EntryPoint(found[0][1], tuple(arguments))
 
 
-def _opencl_arguments(text: str) -> list[Argument]:
+def c_arguments(text: str) -> list[Argument]:
+    """Arguments of a function of CUDA or OpenCL, from the text between its parentheses."""
     arguments = []
     for place, part in enumerate(text.split(",")):
         words = part.replace("*", " * ").split()
         if "*" in words:
-            elements = _OPENCL_KINDS[words[words.index("*") - 1]]
+            elements = _C_KINDS[words[words.index("*") - 1]]
             name = words[-1].removesuffix("_ptr")
             arguments.append(Argument(name, "pointer", place, elements))
         else:
-            arguments.append(Argument(words[-1], _OPENCL_KINDS[words[0]], place))
+            arguments.append(Argument(words[-1], _C_KINDS[words[0]], place))
     return arguments
 
 
 def _metal_arguments(text: str) -> list[Argument]:
     arguments = [
-        Argument(name.removesuffix("_ptr"), "pointer", int(place), _OPENCL_KINDS[elements])
+        Argument(name.removesuffix("_ptr"), "pointer", int(place), _C_KINDS[elements])
         for elements, name, place in _METAL_BUFFER.findall(text)
     ]
     fields, place = _METAL_STRUCT.search(text), _METAL_PLACE.search(text)
@@ -86,7 +94,7 @@ def _metal_arguments(text: str) -> list[Argument]:
         raise ValueError("no struct of arguments in TVM's metal source")
     for i, (kind, name) in enumerate(_METAL_FIELD.findall(fields[1])):
         offset = i * _METAL_FIELD_BYTES
-        arguments.append(Argument(name, _OPENCL_KINDS[kind], int(place[1]), None, offset))
+        arguments.append(Argument(name, _C_KINDS[kind], int(place[1]), None, offset))
     return arguments
 
 

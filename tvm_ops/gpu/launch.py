@@ -1,4 +1,4 @@
-"""Calls of GPU kernels by argument name."""
+"""Calls of GPU kernels by argument name, and how arguments tell strides."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import ctypes
 import threading
 from collections.abc import Mapping
 from typing import Any, Protocol
+
+from torch import Tensor
 
 from tvm_ops.gpu.program import Kernel, Program
 
@@ -60,3 +62,14 @@ class LoadedProgram:
                 program.kernels, driver.load(program.code, names), strict=True
             )
         }
+
+
+def stride_in_words(tensor: Tensor, dim: int, name: str, align: int = 4) -> int:
+    """Stride of `dim` in uint32 words. Raises ValueError unless rows begin at `align` bytes."""
+    stride = tensor.stride(dim) * tensor.element_size()
+    if (tensor.shape[dim] > 1 and stride % align) or tensor.data_ptr() % align:
+        raise ValueError(
+            f"{name} must begin at a multiple of {align} bytes, with strides of multiples of it; "
+            f"got address {tensor.data_ptr():#x} and strides {tensor.stride()}"
+        )
+    return stride // 4

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
-KINDS = ("pointer", "int32", "int64", "float32")
-
 
 @dataclass(frozen=True)
 class Kernel:
     """One entry point.
 
-    arguments: (name, one of KINDS) in the order of the call. threads: of a block, in one dimension.
+    arguments: (name, kind) in the order of the call; kind is "pointer" or a scalar's type.
+    threads: of a block, in one dimension.
     """
 
     name: str
@@ -50,10 +49,3 @@ class Program:
             for entry in header["kernels"]
         )
         return cls(code, **header)
-
-    def kernel(self, name: str) -> Kernel:
-        """The kernel called `name`. Raises KeyError if there is none."""
-        for kernel in self.kernels:
-            if kernel.name == name:
-                return kernel
-        raise KeyError(name)

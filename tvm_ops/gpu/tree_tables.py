@@ -61,14 +61,17 @@ class TreeTables:
         self.windows = tuple(dict.fromkeys(windows))
         self.fixed_grid = fixed_grid
         self.mask_words = 2 * -(-max_rows // 64)
-        per_window = [max_trees * max_rows * self.mask_words, max_trees * max_rows]
-        per_window = [max_trees * _FIELDS, *per_window]
-        sizes = [max_trees * max_blocks, *per_window * len(self.windows)]
+        per_window = [
+            max_trees * _FIELDS,
+            max_trees * max_rows * self.mask_words,
+            max_trees * max_rows,
+        ]
+        sizes = [*per_window * len(self.windows), max_trees * max_blocks]
         self._memory = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         self.device = self._memory.device
-        self.block_table, *tables = torch.split(self._memory, sizes)
+        *tables, self.block_table = torch.split(self._memory, sizes)
         self._tables = {w: tables[3 * i : 3 * i + 3] for i, w in enumerate(self.windows)}
-        self._sizes = sizes
+        self._sizes = sizes[:-1]
         self._scratch = torch.empty(1, dtype=torch.float32, device=self.device)
         self.batch: TreeBatch | None = None
         self.num_trees = self.num_rows = self.num_keys = 0
@@ -91,25 +94,25 @@ class TreeTables:
             if found > limit:
                 raise ValueError(f"{found} {what}, these tables hold at most {limit}")
         batch.check_blocks(self.num_blocks, self.block_size)
+        # Blocks of absent trees are never looked up: the copy leaves out what may be megabytes.
+        sizes = [*self._sizes, trees * self.max_blocks]
         # Pinned memory from torch's allocator is not reused before the copy out of it is done.
-        host = torch.zeros(
-            self._memory.shape, dtype=torch.int32, pin_memory=self.device.type == "cuda"
-        )
-        table, *parts = torch.split(host, self._sizes)
-        table.view(self.max_trees, self.max_blocks)[:trees, :width] = batch.block_table
+        host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        *parts, table = torch.split(host, sizes)
+        table.view(trees, self.max_blocks)[:, :width] = batch.block_table
         for i, window in enumerate(self.windows):
             masks, starts = batch.visible(window)
             records, bits, first_visible = parts[3 * i : 3 * i + 3]
-            used = starts[:, :rows].where(torch.arange(rows) < batch.query_len[:, None], 0)
-            lowest = starts[:, :rows].where(torch.arange(rows) < batch.query_len[:, None], 1 << 30)
             if trees:
+                starts = starts[:, :rows]  # 0 beyond a tree's rows
+                lowest = starts.where(torch.arange(rows) < batch.query_len[:, None], 1 << 30)
                 records.view(self.max_trees, _FIELDS)[:trees, :5] = torch.stack(
                     [
                         batch.query_start,
                         batch.query_len,
                         batch.context_len,
                         lowest.amin(1),
-                        used.amax(1),
+                        starts.amax(1),
                     ],
                     dim=1,
                 )
@@ -117,8 +120,8 @@ class TreeTables:
                 space = bits.view(self.max_trees, self.max_rows, self.mask_words)
                 words = words[:, :, : self.mask_words]
                 space[:trees, :rows, : words.shape[2]] = words
-                first_visible.view(self.max_trees, self.max_rows)[:trees, :rows] = used
-        self._memory.copy_(host, non_blocking=True)
+                first_visible.view(self.max_trees, self.max_rows)[:trees, :rows] = starts
+        self._memory[: len(host)].copy_(host, non_blocking=True)
         self.batch = batch
         if not self.fixed_grid:
             self.num_trees, self.num_rows = trees, rows

@@ -27,7 +27,7 @@ from tvm_ops.kernels.amx_steps import (
     weigh_op,
 )
 from tvm_ops.kernels.amx_tiles import TILE_DEPTH, TILE_ROWS, TILE_WORDS, blocks_for
-from tvm_ops.kernels.merge import ITEM_ROWS, finish_op, merge_op, row_start
+from tvm_ops.kernels.merge import ITEM_ROWS, finish_op, merge_all_op, row_start
 from tvm_ops.kernels.tile_ops import mask_scores
 from tvm_ops.kernels.vector_math import INFINITY_BITS, LANES, LOWEST, tanh
 
@@ -43,7 +43,7 @@ def amx_attention_kernel(head_dim: int):
     blocks = blocks_for(d)
     score, soften, stage = score_op(d), soften_op(d), stage_op(d)
     weigh, weigh_carefully = weigh_op(d), weigh_carefully_op(d)
-    finish, merge = finish_op("bfloat16", d), merge_op("bfloat16", d)
+    finish, merge_all = finish_op("bfloat16", d), merge_all_op("bfloat16", d)
 
     @T.prim_func
     def tree_attention(
@@ -302,25 +302,17 @@ def amx_attention_kernel(head_dim: int):
                 out_head_stride,
             )
 
-        @T.inline
-        def merge_one(index):
-            merge(
-                merges,
-                index,
-                query_start,
-                group,
-                partial_sum,
-                partial_stat,
-                out,
-                out_row_stride,
-                out_head_stride,
-            )
-
-        if parallel_merge == 0:
-            for index in range(num_merges):
-                merge_one(index)
-        else:
-            for index in T.parallel(num_merges):
-                merge_one(index)
+        merge_all(
+            merges,
+            num_merges,
+            parallel_merge,
+            query_start,
+            group,
+            partial_sum,
+            partial_stat,
+            out,
+            out_row_stride,
+            out_head_stride,
+        )
 
     return tree_attention

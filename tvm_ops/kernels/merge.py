@@ -61,7 +61,7 @@ def finish_op(dtype: str, d: int):
     return finish
 
 
-def merge_op(dtype: str, d: int):
+def _merge_op(dtype: str, d: int):
     """Piece that writes the rows of merges[index] to out, exact but for rounding.
 
     Partial results are unnormalised sums with their maximum (base-2 logits) and total weight.
@@ -114,3 +114,46 @@ def merge_op(dtype: str, d: int):
                     out[start + c * LANES + i] = from_float32(o[i], dtype)
 
     return merge
+
+
+def merge_all_op(dtype: str, d: int):
+    """Piece that writes the rows of all merges to out, in parallel if `parallel` is not 0."""
+    merge = _merge_op(dtype, d)
+
+    @T.inline
+    def merge_all(
+        merges,
+        num_merges,
+        parallel,
+        query_start,
+        group,
+        partial_sum,
+        partial_stat,
+        out,
+        out_row_stride,
+        out_head_stride,
+    ):
+        @T.inline
+        def merge_one(index):
+            merge(
+                merges,
+                index,
+                query_start,
+                group,
+                partial_sum,
+                partial_stat,
+                out,
+                out_row_stride,
+                out_head_stride,
+            )
+
+        if parallel == 0:
+            # A second parallel loop would wait for all threads once more, which on a busy machine
+            # costs a time slice: not for little work.
+            for index in range(num_merges):
+                merge_one(index)
+        else:
+            for index in T.parallel(num_merges):
+                merge_one(index)
+
+    return merge_all

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from tvm.script import tirx as T
 
-from tvm_ops.kernels.merge import ITEM_ROWS, finish_op, merge_op, row_start
+from tvm_ops.kernels.merge import ITEM_ROWS, finish_op, merge_all_op, row_start
 from tvm_ops.kernels.tile_ops import (
     KEY_TILE,
     UNITS,
@@ -83,7 +83,7 @@ def tree_attention_kernel(layout: str, dtype: str, head_dim: int, schedule: Sche
     unpack_rows = 0 if amx else schedule.unpack_rows if size == 2 else 1 << 30
     scratch = LANES if unpack_rows > ITEM_ROWS else KEY_TILE * d
     unpack, softmax = unpack_op(amx, dtype, d), softmax_op(dtype)
-    finish, merge = finish_op(dtype, d), merge_op(dtype, d)
+    finish, merge_all = finish_op(dtype, d), merge_all_op(dtype, d)
     main_rows, few_rows = schedule.main.rows, schedule.few.rows
     padded_rows = ITEM_ROWS + main_rows
 
@@ -347,27 +347,17 @@ def tree_attention_kernel(layout: str, dtype: str, head_dim: int, schedule: Sche
                 out_head_stride,
             )
 
-        @T.inline
-        def merge_one(index):
-            merge(
-                merges,
-                index,
-                query_start,
-                group,
-                partial_sum,
-                partial_stat,
-                out,
-                out_row_stride,
-                out_head_stride,
-            )
-
-        if parallel_merge == 0:
-            # A second parallel loop would wait for all threads once more, which on a busy machine
-            # costs a time slice: not for little work.
-            for index in range(num_merges):
-                merge_one(index)
-        else:
-            for index in T.parallel(num_merges):
-                merge_one(index)
+        merge_all(
+            merges,
+            num_merges,
+            parallel_merge,
+            query_start,
+            group,
+            partial_sum,
+            partial_stat,
+            out,
+            out_row_stride,
+            out_head_stride,
+        )
 
     return tree_attention
