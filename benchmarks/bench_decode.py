@@ -60,6 +60,7 @@ python benchmarks/bench_decode.py --markdown build/bench_decode/results.json
 python benchmarks/bench_decode.py --markdown build/bench_decode/results.json \\
   --into docs/performance.md
 """
+RESULTS, PICTURE = "results.json", "speedup.png"
 console = Console(stderr=True)
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -148,6 +149,7 @@ def main(
             sizes = numbers(static_sizes, "--static-sizes", int, 1)
             own += static_trees(heads or embedded_heads_path(), sizes)
         out.mkdir(parents=True, exist_ok=True)
+        (out / RESULTS).unlink(missing_ok=True)  # an older run's must not pass for this one's
         setup = Setup(
             model=model or ensure_embedded_model(),
             heads=heads or embedded_heads_path(),
@@ -162,10 +164,10 @@ def main(
     except (ContenderError, PromptsError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
     except OutputsDifferError as error:
-        console.print(f"No numbers: {error}", style="bold red", markup=False)
+        console.print(f"No numbers: {error}", style="bold red", markup=False, soft_wrap=True)
         raise typer.Exit(2) from None
     except (EmbeddedModelError, EngineProcessError, MemoryShortError) as error:
-        console.print(str(error), style="bold red", markup=False)
+        console.print(str(error), style="bold red", markup=False, soft_wrap=True)
         raise typer.Exit(1) from None
 
 
@@ -224,7 +226,7 @@ def run(
         }
         engines = start(stack, takers, missing, setup, console.print)
         _measure(engines, plan, results, out)
-    console.print(f"written: {out / 'results.json'} {out / 'speedup.png'}")
+    console.print(f"written: {out / RESULTS} {out / PICTURE}", soft_wrap=True)
     print(json.dumps(results["summary"], indent=1))
 
 
@@ -255,17 +257,17 @@ def _measure(engines: Engines, plan: Plan, results: dict[str, Any], out: Path) -
             }
             write(results, out)
             ratios = {e: r.get(str(batch)) for e, r in summary["speedup_by_engine"].items()}
-            progress.console.print(f"batch {batch}, of plain: {ratios}")
+            progress.console.print(f"batch {batch}, of plain: {ratios}", soft_wrap=True)
 
 
 def write(results: dict[str, Any], out: Path) -> None:
     """results.json and speedup.png; the former is never half written."""
     from decode.plot import plot
 
-    unfinished = out / "results.json.part"
+    unfinished = out / f"{RESULTS}.part"
     unfinished.write_text(json.dumps(results, indent=1) + "\n")
-    unfinished.replace(out / "results.json")
-    plot(results, out / "speedup.png")
+    unfinished.replace(out / RESULTS)
+    plot(results, out / PICTURE)
 
 
 if __name__ == "__main__":

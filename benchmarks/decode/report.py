@@ -46,8 +46,8 @@ def label(engine: str) -> str:
 def _circumstances(results: Record) -> str:
     about = (
         f"{results['mode'].capitalize()}, {results['dtype']}; {results['num_prompts']} prompts "
-        f"({results['kind']}), {results['max_tokens']} tokens each, {results['repetitions']} "
-        "repetitions."
+        f"({results['kind']}), {results['max_tokens']} tokens each; repetitions: "
+        f"{results['repetitions']}."
     )
     lines = [circumstances_text(results, about, f"Threads: {results['threads']}.")]
     if results["unfinished"]:
