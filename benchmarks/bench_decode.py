@@ -149,7 +149,8 @@ def main(
             sizes = numbers(static_sizes, "--static-sizes", int, 1)
             own += static_trees(heads or embedded_heads_path(), sizes)
         out.mkdir(parents=True, exist_ok=True)
-        (out / RESULTS).unlink(missing_ok=True)  # an older run's must not pass for this one's
+        for name in (RESULTS, PICTURE):  # an older run's must not pass for this one's
+            (out / name).unlink(missing_ok=True)
         setup = Setup(
             model=model or ensure_embedded_model(),
             heads=heads or embedded_heads_path(),

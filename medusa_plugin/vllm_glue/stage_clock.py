@@ -35,9 +35,13 @@ class StageClock:
         """Of each step kept: seconds of the whole ("step") and of each stage that ran."""
 
     def __enter__(self) -> StageClock:
-        for stage, calls in self._stages.items():
-            for owner, name in calls:
-                self._wrap(owner, name, stage)
+        try:
+            for stage, calls in self._stages.items():
+                for owner, name in calls:
+                    self._wrap(owner, name, stage)
+        except AttributeError:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *exception: object) -> None:
