@@ -61,6 +61,8 @@ def test_summary_is_ours_greedy_and_says_why_a_rival_is_missing():
     assert summary["vs_ngram"] == 0.5 and summary["vs_ngram_by_batch"] == {"1": 0.5}
     assert summary["vs_suffix"] is None and summary["vs_suffix_reason"] == "not installed"
     assert summary["vs_chain_medusa"] is None
+    assert summary["vs_chain_medusa_reason"] == "not asked for with --engines"
+    assert "vs_ngram_reason" not in summary
     assert (summary["overhead_fraction"], summary["overhead_fraction_plain"]) == (0.2, 0.1)
     assert summary["speedup_by_engine"]["ngram"] == {"1": 4.0}
 

@@ -13,7 +13,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from decode.report import label
+from decode.report import label, stage_names
 
 Records = Sequence[Mapping[str, Any]]
 
@@ -39,7 +39,7 @@ def plot(results: Mapping[str, Any], path: Path) -> None:
     _stages(axes[0][-1], stages)
     figure.suptitle(
         f"{results['kind']} prompts, {results['mode']}, {results['dtype']}, "
-        f"{results['threads']} threads"
+        f"threads: {results['threads']}"
     )
     figure.savefig(path, dpi=130)
     plt.close(figure)
@@ -81,7 +81,7 @@ def _speedups(
 def _stages(axis: Axes, stages: Records) -> None:
     smallest = min((record["batch"] for record in stages), default=0)
     mine = [record for record in stages if record["batch"] == smallest]
-    names = list(dict.fromkeys(name for record in mine for name in record["milliseconds"]))
+    names = stage_names(mine)
     places = range(len(mine))
     bottoms = [0.0] * len(mine)
     shades = plt.get_cmap("tab20")

@@ -43,6 +43,12 @@ def label(engine: str) -> str:
     return LABELS.get(engine, engine)
 
 
+def stage_names(stages: Sequence[Record]) -> list[str]:
+    """Stages of any of the engines, the rest last."""
+    names = dict.fromkeys(name for record in stages for name in record["milliseconds"])
+    return sorted(names, key="rest".__eq__)
+
+
 def _circumstances(results: Record) -> str:
     about = (
         f"{results['mode'].capitalize()}, {results['dtype']}; {results['num_prompts']} prompts "
@@ -111,8 +117,7 @@ def _rate(cell: Record | None) -> str:
 def _stages(stages: Sequence[Record]) -> str:
     smallest = min(record["batch"] for record in stages)
     mine = [record for record in stages if record["batch"] == smallest]
-    names = list(dict.fromkeys(name for record in mine for name in record["milliseconds"]))
-    names = [name for name in names if name != "rest"] + ["rest"]
+    names = stage_names(mine)
     rows = [
         [name, *(_milliseconds(record["milliseconds"].get(name)) for record in mine)]
         for name in names

@@ -185,8 +185,8 @@ def summarise(
     for rival, name in RIVALS.items():
         ratios = by_batch(OURS, rival)
         summary[name] = ratios.get("1")
-        if rival in missing:
-            summary[f"{name}_reason"] = missing[rival]
+        if rival not in engines:
+            summary[f"{name}_reason"] = missing.get(rival, "not asked for with --engines")
         summary[f"{name}_by_batch"] = ratios
     summary["overhead_fraction"] = overhead.get((1, OURS))
     summary["overhead_fraction_plain"] = overhead.get((1, PLAIN))

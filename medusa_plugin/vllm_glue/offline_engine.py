@@ -278,7 +278,7 @@ def _answer(
                 if on_text is not None and delta.text:
                     on_text(delta.text)
             steps += 1
-            clock.end_step(seconds, keep=decoding)
+            clock.end_step(seconds, keep=batch.time_stages and decoding)
         seconds = time.perf_counter() - started
     drafted_now, accepted_now = _draft_counters(llm)
     return BatchCompletion(
