@@ -72,9 +72,7 @@ class Sizes:
     """Expected tokens per second over those of the same step without any node; at least 1."""
 
 
-def choose_sizes(
-    probs: FloatArray, limits: Int64Array, costs: StepCosts, max_nodes: int
-) -> Sizes:
+def choose_sizes(probs: FloatArray, limits: Int64Array, costs: StepCosts, max_nodes: int) -> Sizes:
     """Sizes that maximise the expected tokens per second of the next step.
 
     A step yields one token per request and, in expectation, the sum of its nodes' probabilities.

@@ -12,6 +12,7 @@ branch's, so a token that both propose is one node.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -139,9 +140,7 @@ def _next_level(
     if branch is not None:
         chosen = np.where(is_extra, branch[0][:, None], chosen)
     found = kept == joined[:, None]
-    return _Level(
-        pool[rows, kept], parents, chosen, np.where(found.any(1), found.argmax(1), -1)
-    )
+    return _Level(pool[rows, kept], parents, chosen, np.where(found.any(1), found.argmax(1), -1))
 
 
 def _tail(above: _Level, branches: Branches, start: int) -> list[_Level]:
@@ -173,7 +172,7 @@ def _best(levels: list[_Level], batch: int, num_nodes: int) -> RankedNodes:
     # Index of each node's parent among all nodes; the first level's is the root, at -1.
     parents = [np.full_like(levels[0].parents, -1)]
     offset = 0
-    for previous, level in zip(levels, levels[1:], strict=False):
+    for previous, level in itertools.pairwise(levels):
         parents.append(level.parents + offset)
         offset += previous.values.shape[1]
     request = np.arange(batch)[:, None]

@@ -56,9 +56,7 @@ def test_trees_shrink_as_the_batch_grows_and_vanish_when_they_lose() -> None:
 
 
 def test_no_candidates_no_nodes() -> None:
-    sizes = choose_sizes(
-        np.zeros((2, 0)), np.array([5, 5]), StepCosts(FREE_TO_SIX, NOTHING), 10
-    )
+    sizes = choose_sizes(np.zeros((2, 0)), np.array([5, 5]), StepCosts(FREE_TO_SIX, NOTHING), 10)
     assert sizes.nodes.tolist() == [0, 0]
 
 
@@ -67,9 +65,7 @@ def test_noise_does_not_make_more_rows_cheaper() -> None:
     assert curve.at(np.array([1.0, 2, 4, 6, 8, 12])).tolist() == [2, 2, 2, 2.5, 3, 4]
 
 
-@pytest.mark.parametrize(
-    ("rows", "seconds"), [((), ()), ((2, 1), (1.0, 1.0)), ((1,), (1.0, 2.0))]
-)
+@pytest.mark.parametrize(("rows", "seconds"), [((), ()), ((2, 1), (1.0, 1.0)), ((1,), (1.0, 2.0))])
 def test_a_curve_must_be_one(rows: tuple[int, ...], seconds: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match="cost curve"):
         CostCurve(rows, seconds)

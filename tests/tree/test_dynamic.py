@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import numpy as np
@@ -16,10 +15,7 @@ def candidates(
     rng: np.random.Generator, batch: int, heads: int, k: int, vocab: int = 12
 ) -> tuple[np.ndarray, np.ndarray]:
     tokens = np.stack(
-        [
-            [rng.permutation(vocab)[:k] for _ in range(heads)]
-            for _ in range(batch)
-        ]
+        [[rng.permutation(vocab)[:k] for _ in range(heads)] for _ in range(batch)]
     ).reshape(batch, heads, k)
     probs = rng.dirichlet(np.full(k + 1, 0.5), size=(batch, heads))[..., :k]
     return tokens, np.log(np.maximum(-np.sort(-probs, axis=-1), 1e-9)).astype(np.float32)
