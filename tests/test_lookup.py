@@ -79,6 +79,23 @@ def test_every_step_proposes_what_a_plain_search_finds(min_ngram: int, max_ngram
     check()
 
 
+@pytest.mark.parametrize("alphabet", [2, 5, 20, 100])
+@pytest.mark.usefixtures("_pending")
+def test_ngrams_across_merges_are_found(alphabet: int) -> None:
+    random = np.random.default_rng(alphabet)
+    text = (random.integers(0, alphabet, 150) * (LARGEST_TOKEN // alphabet)).tolist()
+    for _ in range(6):  # quotes of any earlier place
+        start = int(random.integers(0, len(text) - 40))
+        text += text[start : start + 40]
+    index = LookupIndex()
+    start = 0
+    while start < len(text):
+        end = start + int(random.integers(1, 6))
+        index.extend(row(text[start:end]))
+        assert proposed(index, 3) == reference(text[:end], 3)
+        start = end
+
+
 @pytest.mark.parametrize("period", [1, 2, 3, 7, 20])
 def test_periodic_text_is_continued_past_its_end(period: int) -> None:
     text = [i % period for i in range(3 * period + 6)]
@@ -145,9 +162,8 @@ def test_ngrams_that_share_a_hash_are_told_apart(monkeypatch: pytest.MonkeyPatch
     assert proposed(index, 2) == ([2, 2], 2)
 
 
-def work(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> tuple[float, float, int]:
-    """N-grams hashed and passed through merges per token, and most probes of one look-up."""
-    hashed = merged = probes = most_probes = 0
+def test_the_work_per_token_does_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed = ordered = merged = probes = 0
     hashes, sort, find = LookupIndex._hashes, np.sort, LookupIndex._find
 
     def counting_hashes(self: LookupIndex, window: list[int]) -> list[int]:
@@ -156,8 +172,11 @@ def work(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> tuple[float, float
         return hashes(self, window)
 
     def counting_sort(entries: np.ndarray, kind: str | None = None) -> np.ndarray:
-        nonlocal merged
-        merged += len(entries)
+        nonlocal ordered, merged
+        if kind == "stable":
+            merged += len(entries)
+        else:
+            ordered += len(entries)
         return sort(entries, kind=kind)
 
     def counting_find(self: LookupIndex, ngram_hash: int) -> int | None:
@@ -165,27 +184,22 @@ def work(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> tuple[float, float
         probes += 1
         return find(self, ngram_hash)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(LookupIndex, "_hashes", counting_hashes)
-        patched.setattr(LookupIndex, "_find", counting_find)
-        patched.setattr(np, "sort", counting_sort)
-        # Two words over and over: each n-gram has occurred as often as it can have.
-        text = np.random.default_rng(0).integers(0, 2, num_tokens).astype(np.int32)
-        index = LookupIndex()
-        for start in range(0, num_tokens, 4):
-            index.extend(text[start : start + 4])
-            probes = 0
-            index.propose(4)
-            most_probes = max(most_probes, probes)
-    return hashed / num_tokens, merged / num_tokens, most_probes
-
-
-def test_the_work_per_token_does_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    results = [work(num_tokens, monkeypatch) for num_tokens in (4_000, 16_000, 64_000)]
-    for hashed, merged, most_probes in results:
-        assert hashed <= 1 + 1 / 4  # each token's n-grams once, and the last ones per look-up
-        assert merged <= 4 * (lookup._PENDING_SHARE + 3)
-        assert most_probes <= 4  # one per n-gram length
+    monkeypatch.setattr(LookupIndex, "_hashes", counting_hashes)
+    monkeypatch.setattr(LookupIndex, "_find", counting_find)
+    monkeypatch.setattr(np, "sort", counting_sort)
+    # Two tokens only: each n-gram has occurred as often as it can have.
+    text = np.random.default_rng(0).integers(0, 2, 64_000).astype(np.int32)
+    index = LookupIndex()
+    for start in range(0, len(text), 4):
+        index.extend(text[start : start + 4])
+        probes = 0
+        index.propose(4)
+        assert probes <= 4  # one per n-gram length
+        if start + 4 in (4_000, 16_000, 64_000):
+            assert hashed <= index.num_tokens * (1 + 1 / 4)  # once, and the last of each look-up
+            assert ordered <= index.num_tokens * 4  # each n-gram once, of four lengths
+            assert merged <= index.num_tokens * 4 * (lookup._PENDING_SHARE + 3)
+    assert len(set(index._sorted.tolist())) == len(index._sorted)  # no n-gram is held twice
 
 
 @pytest.mark.parametrize(("shortest", "longest"), [(0, 5), (3, 2), (2, 17)])
