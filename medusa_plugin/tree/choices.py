@@ -142,7 +142,5 @@ def _paths_of_object(
 
 
 def _with_parents(paths: list[Path]) -> list[Path]:
-    if len(paths) >= MAX_ROWS:
-        return paths  # too many to be a tree: left to the check of its size
     parents = {path[:depth] for path in paths for depth in range(1, len(path))}
     return paths + sorted(parents.difference(paths))

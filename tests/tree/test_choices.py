@@ -26,7 +26,7 @@ SPELLINGS = {
     "JSON text over lines": "\n " + json.dumps(LISTS, indent=2),
     "Python text": TUPLES_TEXT,
     "Python text without brackets": TUPLES_TEXT[1:-1],
-    "Python text over lines": "\n[(0,),\n  [1],  # a comment\n  (0, 0), (1, 2), (0, 0, 3),\n]",
+    "Python text over lines": "\n  [(0,),\n  [1],  # a comment\n  (0, 0), (1, 2), (0, 0, 3),\n]",
     "braces": BRACES,
     "object": {"medusa_choices": LISTS, "medusa_num_heads": 3},
     "heads' config": json.dumps({"medusa_num_heads": 3, "medusa_choices": LISTS}),
@@ -84,6 +84,12 @@ def test_a_list_of_lists_does_not() -> None:
             choose_tree(spelling, num_heads=3, num_nodes=15, accuracies=None)  # type: ignore[arg-type]
 
 
+def test_a_negative_rank_is_read_as_one_in_every_spelling() -> None:
+    for spelling in ([[-1]], "[[-1]]", "[(-1,)]", "{-1}"):
+        with pytest.raises(TreeError, match=r"path \[-1\] has a rank outside 0..63"):
+            choose_tree(spelling, num_heads=3, num_nodes=15, accuracies=None)
+
+
 REFUSED = [
     ("", "the tree is an empty text: give a list of paths, e.g. "),
     ("  \n", "the tree is an empty text"),
@@ -93,6 +99,7 @@ REFUSED = [
     ("{0, 0}, {1", "the tree is neither JSON nor.*e.g. {0, 0}, {1}"),
     ("{0, a}", "the tree is neither JSON nor.*e.g. {0, 0}, {1}"),
     ("{0: [0]}", "the tree is neither JSON nor"),
+    ("{[0]: [0]}", "the tree is neither JSON nor"),
     ("/no/such/tree.json", "tree file /no/such/tree.json cannot be read.*'dynamic', 'static'"),
     ("/", "tree file / cannot be read"),
     ("a\0b", "cannot be read"),
