@@ -30,10 +30,11 @@ class MedusaConfig(BaseModel):
     num_speculative_tokens: int | None = Field(default=None, ge=1, le=MAX_NUM_SPECULATIVE_TOKENS)
     """Most nodes of a tree, root excluded. None: the size of `tree`, else 15."""
 
-    tree: str | list[list[int]] = "dynamic"
+    tree: str | list[list[int] | tuple[int, ...]] = "dynamic"
     """"dynamic": each step the most probable nodes by the heads' own probabilities; "static": the
     tree that is best on average under the heads' calibration; or a static tree as
-    `medusa_choices`: a list of paths, its JSON text, or a JSON file."""
+    `medusa_choices`: a list of paths, its text, or a file, spelled as FasterDecoding,
+    TensorRT-LLM or RTP-LLM do (`tree/choices.py`)."""
 
     sizes: Literal["auto", "fixed"] = "auto"
     """"auto": each step as many nodes as pay, by the measured cost of a step, the load and what

@@ -23,6 +23,7 @@ ALL_PYTHON = [
 STAGES = {
     "config": set(),
     "embedded": set(),
+    "lookup": set(),
     "tree": {"tree"},
     "heads": {"heads"},
     "accept": {"tree"},

@@ -50,7 +50,7 @@ def add_arguments(parser: Any) -> Any:
         metavar="dynamic|static|CHOICES",
         default=argparse.SUPPRESS,
         help="dynamic (the most probable nodes of each step), static (best on average under the "
-        "heads' calibration), or medusa_choices: JSON text or a JSON file. Default: dynamic.",
+        "heads' calibration), or medusa_choices: a text or a file. Default: dynamic.",
     )
     group.add_argument(
         "--medusa-sizes",
