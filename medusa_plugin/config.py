@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 MAX_NUM_SPECULATIVE_TOKENS = 63
 
@@ -40,9 +40,26 @@ class MedusaConfig(BaseModel):
     """"auto": each step as many nodes as pay, by the measured cost of a step, the load and what
     was accepted lately; "fixed": always as many as are allowed."""
 
+    lookup: bool | None = None
+    """Whether candidates from prompt look-up (n-grams of the request's own text) join the trees.
+    None: where the trees are dynamic, which they need."""
+
     draft_vocab_size: Annotated[int, Field(ge=1)] | Literal["auto", "full"] = "auto"
     """How many of the most frequent tokens the heads may propose. "auto": 4096 where the heads
     come with a frequency ranking, otherwise all; "full": all."""
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether look-up is on."""
+        return self.tree == "dynamic" if self.lookup is None else self.lookup
+
+    @model_validator(mode="after")
+    def _look_up_needs_dynamic_trees(self) -> MedusaConfig:
+        if self.lookup and self.tree != "dynamic":
+            raise ValueError(
+                "lookup adds branches to dynamic trees: leave 'tree' out, or set 'lookup' to false"
+            )
+        return self
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> MedusaConfig:
@@ -61,7 +78,10 @@ def _explain(error: ValidationError) -> str:
     known = ", ".join(MedusaConfig.model_fields)
     lines = []
     for item in error.errors():
-        name = str(item["loc"][0]) if item["loc"] else "?"
+        if not item["loc"]:  # options that contradict each other
+            lines.append(str(item["ctx"]["error"]))
+            continue
+        name = str(item["loc"][0])
         if item["type"] == "extra_forbidden":
             lines.append(f"unknown option {name!r}; the options are: {known}")
         else:

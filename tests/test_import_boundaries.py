@@ -29,7 +29,8 @@ STAGES = {
     "accept": {"tree"},
     "batch": {"tree"},
     "compact": {"accept"},
-    "draft": {"accept", "batch", "heads", "tree"},
+    "branches": {"lookup", "tree"},
+    "draft": {"accept", "batch", "branches", "heads", "tree"},
     "step": {"accept", "batch", "compact", "draft", "tree"},
 }
 

@@ -14,6 +14,7 @@ _FLAGS = {
     "heads": "--medusa-heads",
     "tree": "--medusa-tree",
     "sizes": "--medusa-sizes",
+    "lookup": "--medusa-lookup",
     "draft_vocab_size": "--medusa-draft-vocab-size",
     "num_speculative_tokens": "--num-speculative-tokens",
 }
@@ -58,6 +59,13 @@ def add_arguments(parser: Any) -> Any:
         default=argparse.SUPPRESS,
         help="auto: as many nodes as pay, by measured cost, load and acceptance; fixed: always "
         "as many as allowed. Default: auto.",
+    )
+    group.add_argument(
+        "--medusa-lookup",
+        action=argparse.BooleanOptionalAction,
+        default=argparse.SUPPRESS,
+        help="Let candidates from the request's own text (n-grams) join the trees. Default: on "
+        "with dynamic trees, which it needs.",
     )
     group.add_argument(
         "--medusa-draft-vocab-size",

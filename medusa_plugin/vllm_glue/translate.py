@@ -117,13 +117,14 @@ def finish_engine_config(vllm_config: Any) -> None:
     plan = plan_trees(config, heads)
     _require_draft_vocabulary(config, heads, plan)
     logger.info(
-        "medusa %s: heads %s (%s), %s, sizes %s, draft vocabulary %s, acceptance lossless (greedy "
-        "and sampled); not supported with it: see README, section Support.",
+        "medusa %s: heads %s (%s), %s, sizes %s, look-up %s, draft vocabulary %s, acceptance "
+        "lossless (greedy and sampled); not supported with it: see README, section Support.",
         __version__,
         config.heads,
         heads.describe(),
         plan.describe(),
         config.sizes,
+        "on" if config.looks_up else "off",
         config.draft_vocab_size,
     )
 
