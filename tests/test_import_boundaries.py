@@ -23,11 +23,15 @@ ALL_PYTHON = [
 STAGES = {
     "config": set(),
     "embedded": set(),
+    "lookup": set(),
     "tree": {"tree"},
     "heads": {"heads"},
     "accept": {"tree"},
+    "batch": {"tree"},
     "compact": {"accept"},
-    "step": {"accept", "compact", "heads", "tree"},
+    "branches": {"lookup", "tree"},
+    "draft": {"accept", "batch", "branches", "heads", "tree"},
+    "step": {"accept", "batch", "compact", "draft", "tree"},
 }
 
 

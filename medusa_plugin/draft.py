@@ -1,0 +1,260 @@
+"""Draft: the heads' candidates -> for each request the tree that pays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from medusa_plugin.accept import AcceptedPath
+from medusa_plugin.batch import StepRequest
+from medusa_plugin.branches import LookupSource
+from medusa_plugin.heads.base import DraftHeads
+from medusa_plugin.tree.budget import DraftSwitch, Sizes, StepCosts, choose_sizes
+from medusa_plugin.tree.draft_tree import DraftTree, relations
+from medusa_plugin.tree.dynamic import Branches, FloatArray, Int64Array, RankedNodes, rank_nodes
+from medusa_plugin.tree.estimate import HeadCalibration, HeadsEstimate
+from medusa_plugin.tree.token_tree import TokenTree
+
+
+class Drafter(Protocol):
+    """Proposes the next trees; the only implementation outside tests is `TreeDrafter`."""
+
+    def draft(
+        self,
+        requests: Sequence[StepRequest],
+        paths: Sequence[AcceptedPath],
+        hidden_states: torch.Tensor,
+    ) -> list[DraftTree]:
+        """Propose one tree per request, just the root where none pays.
+
+        Args:
+            requests: the requests that draft, n of them.
+            paths: what each gained in this step; its last token is the new root.
+            hidden_states: `[n, hidden_size]`, after the final norm, at each last accepted row.
+        """
+        ...
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Drop what is kept for requests that ended."""
+        ...
+
+    def observe_step(self, num_rows: int, num_requests: int, seconds: float) -> None:
+        """Learn what a step took that did nothing but decode.
+
+        Args:
+            num_rows: verified, of all requests.
+            num_requests: of the batch; all of them drafted.
+            seconds: from its start until its drafts were there.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class _Static:
+    """A static topology as arrays over its n nodes."""
+
+    heads: Int64Array
+    ranks: Int64Array
+    is_ancestor: FloatArray
+    """`[n, n]`, 1 where the column's node is on the row's path, itself included."""
+
+    @classmethod
+    def of(cls, tree: TokenTree) -> _Static:
+        rows = tree.mask_array[1:, None] >> np.arange(1, tree.num_rows) & 1
+        return cls(tree.depth_array[1:] - 1, np.array(tree.ranks[1:]), rows.astype(np.float32))
+
+
+class TreeDrafter:
+    """Medusa heads over dynamic or static trees, as large as pays.
+
+    Args:
+        heads: evaluated at most once per step for the whole batch.
+        num_nodes: most nodes of a tree.
+        tree: static topology of at most that many nodes, of which a prefix is drafted; None for
+            the most probable nodes of each step.
+        calibration: of the heads' probabilities, one per head.
+        lookup: whether branches from prompt look-up join; dynamic trees only.
+        costs: what a step costs; None drafts as many nodes as allowed, whatever they cost. May be
+            set later.
+        max_rows: rows that the scheduler grants in a step.
+    """
+
+    FIXED_MEMORY = 32
+    """Steps that the estimate of `StepCosts.fixed` reaches back."""
+
+    def __init__(
+        self,
+        heads: DraftHeads,
+        *,
+        num_nodes: int,
+        tree: TokenTree | None = None,
+        calibration: Sequence[HeadCalibration] = (),
+        lookup: bool = False,
+        costs: StepCosts | None = None,
+        max_rows: int = 1 << 30,
+    ) -> None:
+        self.heads = heads
+        self.num_nodes = num_nodes
+        self.tree = tree
+        self.costs = costs
+        self.max_rows = max_rows
+        self.estimate = HeadsEstimate(calibration or [HeadCalibration()] * heads.num_heads)
+        self._static = None if tree is None else _Static.of(tree)
+        wanted = num_nodes if tree is None else max(tree.ranks) + 1
+        self._top_k = min(wanted, heads.max_top_k)
+        self._switch = DraftSwitch()
+        self._evaluated_heads = False
+        if lookup and tree is not None:
+            raise ValueError("branches from look-up need dynamic trees")
+        self._lookup = LookupSource() if lookup else None
+
+    def draft(
+        self,
+        requests: Sequence[StepRequest],
+        paths: Sequence[AcceptedPath],
+        hidden_states: torch.Tensor,
+    ) -> list[DraftTree]:
+        """See `Drafter.draft`."""
+        ids = [request.request_id for request in requests]
+        self.estimate.observe(ids, [path.tokens for path in paths])
+        branches = self._branches(requests, paths)
+        limits = np.full(len(requests), self.num_nodes)
+        if self.costs is None:
+            ranked = self._with_heads(requests, paths, hidden_states, branches)
+            return _trees(ranked, np.minimum(limits, np.isfinite(ranked.log_probs).sum(1)))
+        # What look-up alone would gain; without it, nothing.
+        ranked, sizes = self._without_heads(branches, limits)
+        self._evaluated_heads = self._switch.should_draft(len(requests))
+        if self._evaluated_heads:
+            without = sizes.gain
+            ranked = self._with_heads(requests, paths, hidden_states, branches)
+            sizes = self._sizes(ranked, limits)
+            self._judge(sizes.gain / without, len(requests))
+        return _trees(ranked, sizes.nodes)
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """See `Drafter.forget`."""
+        self.estimate.forget(request_ids)
+        if self._lookup is not None:
+            self._lookup.forget(request_ids)
+
+    def observe_step(self, num_rows: int, num_requests: int, seconds: float) -> None:
+        """See `Drafter.observe_step`."""
+        if self.costs is None:
+            return
+        known = float(self.costs.verify.at(np.array([num_rows], np.float64))[0])
+        if self._evaluated_heads:
+            known += self._draft_seconds(num_requests)
+        # A hiccup of the machine must not count for more than a step.
+        rest = min(max(seconds - known, 0.0), known)
+        fixed = self.costs.fixed + (rest - self.costs.fixed) / self.FIXED_MEMORY
+        self.costs = replace(self.costs, fixed=fixed)
+
+    def _draft_seconds(self, num_requests: int) -> float:
+        assert self.costs is not None
+        return float(self.costs.draft.at(np.array([num_requests], np.float64))[0])
+
+    def _branches(
+        self, requests: Sequence[StepRequest], paths: Sequence[AcceptedPath]
+    ) -> Branches | None:
+        if self._lookup is None:
+            return None
+        ids = [request.request_id for request in requests]
+        self._lookup.advance(
+            ids,
+            [request.committed for request in requests],
+            [np.array(path.tokens, np.int32) for path in paths],
+        )
+        branches = self._lookup.propose(ids, self.num_nodes)
+        if branches is not None:
+            # Beside the heads' chain a branch would fork.
+            branches.probs[[i for i, request in enumerate(requests) if request.chain_only]] = 0
+        return branches
+
+    def _without_heads(
+        self, branches: Branches | None, limits: Int64Array
+    ) -> tuple[RankedNodes, Sizes]:
+        """Nodes of the branches alone, and the sizes that pay."""
+        nothing = np.zeros((len(limits), 0, 0), np.int64)
+        ranked = rank_nodes(nothing, nothing.astype(np.float32), self.num_nodes, branches)
+        if branches is None:
+            return ranked, Sizes(np.zeros(len(limits), np.int64), 1.0)
+        return ranked, self._sizes(ranked, limits)
+
+    def _with_heads(
+        self,
+        requests: Sequence[StepRequest],
+        paths: Sequence[AcceptedPath],
+        hidden_states: torch.Tensor,
+        branches: Branches | None,
+    ) -> RankedNodes:
+        """Nodes that each request could draft, best first."""
+        roots = torch.tensor([path.tokens[-1] for path in paths], dtype=torch.int64)
+        candidates = self.heads.propose(hidden_states, roots.to(hidden_states.device), self._top_k)
+        tokens = candidates.token_ids.cpu().numpy()
+        log_probs = self.estimate.estimate(
+            [request.request_id for request in requests],
+            tokens,
+            candidates.log_probs.cpu().numpy(),
+        )
+        chains = [i for i, request in enumerate(requests) if request.chain_only]
+        if self._static is None:
+            log_probs[chains, :, 1:] = -np.inf  # one candidate a head is a chain
+            return rank_nodes(tokens, log_probs, self.num_nodes, branches)
+        ranked = self._on_static_tree(self._static, tokens, log_probs)
+        for i in chains:
+            _put_chain(ranked, i, tokens[i, :, 0], log_probs[i, :, 0])
+        return ranked
+
+    def _on_static_tree(
+        self, static: _Static, tokens: Int64Array, log_probs: FloatArray
+    ) -> RankedNodes:
+        assert self.tree is not None
+        with np.errstate(invalid="ignore"):
+            own = np.maximum(log_probs[:, static.heads, static.ranks], -1e30)
+        # A prefix of the list is drafted: no node may look better than one before it.
+        values = np.minimum.accumulate(own @ static.is_ancestor.T, axis=1)
+        parents = np.tile(self.tree.parent_array, (len(tokens), 1))
+        return RankedNodes(values, parents, tokens[:, static.heads, static.ranks])
+
+    def _sizes(self, ranked: RankedNodes, limits: Int64Array) -> Sizes:
+        """The sizes that pay."""
+        assert self.costs is not None
+        probs = np.exp(ranked.log_probs)
+        return choose_sizes(probs, limits, self.costs, self.max_rows - len(probs))
+
+    def _judge(self, gain: float, batch: int) -> None:
+        """Learn whether evaluating the heads paid; `gain` is the speed over that without them."""
+        assert self.costs is not None
+        rows = np.array([batch], np.float64)
+        plain = self.costs.fixed + float(self.costs.verify.at(rows)[0])
+        self._switch.judge(gain, self._draft_seconds(batch) / plain)
+
+
+def _trees(ranked: RankedNodes, sizes: Int64Array) -> list[DraftTree]:
+    """The first nodes of each request as a tree."""
+    largest = int(sizes.max(initial=0))
+    if not largest:
+        return [DraftTree.root_only()] * len(sizes)
+    parents = ranked.parents[:, :largest]
+    tokens = ranked.tokens[:, :largest]
+    depths, masks = relations(parents)
+    return [
+        DraftTree(tokens[i, :n], parents[i, :n], depths[i, : n + 1], masks[i, : n + 1])
+        for i, n in enumerate(sizes.tolist())
+    ]
+
+
+def _put_chain(
+    ranked: RankedNodes, request: int, tokens: Int64Array, log_probs: FloatArray
+) -> None:
+    """Replace the nodes of `request` by the heads' best candidates in a row, in place."""
+    n = min(len(tokens), ranked.tokens.shape[1])
+    ranked.log_probs[request] = -np.inf
+    ranked.log_probs[request, :n] = log_probs[:n].cumsum()
+    ranked.parents[request] = np.arange(ranked.parents.shape[1])
+    ranked.tokens[request, :n] = tokens[:n]
