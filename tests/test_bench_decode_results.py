@@ -116,7 +116,9 @@ def test_a_variant_is_ours_with_its_options_where_vllm_wants_them():
 
 def test_static_trees_are_the_first_nodes_of_one_ranking():
     small, large = engines.static_trees(HEADS, [3, 7])
-    trees = [t.options["additional_config"]["medusa"]["tree"] for t in (small, large)]
+    options = [t.options["additional_config"]["medusa"] for t in (small, large)]
+    assert all(option["sizes"] == "fixed" for option in options)
+    trees = [option["tree"] for option in options]
     assert [len(tree) for tree in trees] == [3, 7] and trees[1][:3] == trees[0]
     assert (small.name, small.ours) == ("static-3", True)
 

@@ -26,7 +26,7 @@ def setup() -> Setup:
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OfflineEngine]:
     """Ours with a chain as tree: what vLLM's chain of the same heads is compared with."""
-    chain = 'chain={"tree": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]}'
+    chain = 'chain={"tree": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]], "sizes": "fixed"}'
     with OfflineEngine(parse_variant(chain, embedded_heads_path()).settings(setup())) as engine:
         engine.wait_until_ready()
         yield engine
