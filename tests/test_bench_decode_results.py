@@ -98,6 +98,14 @@ def test_our_plugin_is_off_in_every_engine_but_ours(tmp_path):
     assert shared[0] == shared[1] == shared[2]
 
 
+def test_every_engine_computes_on_the_threads_asked_for(tmp_path):
+    takers, _ = engines.contenders([engines.NGRAM, engines.OURS], [], SETUP, tmp_path)
+    for made in takers:
+        environment = made.settings(replace(SETUP, threads=3)).environment
+        # torch takes what numba sets, and numba starts from a variable of its own.
+        assert environment["OMP_NUM_THREADS"] == environment["NUMBA_NUM_THREADS"] == "3"
+
+
 def test_a_variant_is_ours_with_its_options_where_vllm_wants_them():
     text = 'big={"num_speculative_tokens": 7, "draft_vocab_size": "full"}'
     variant = engines.parse_variant(text, HEADS)

@@ -67,6 +67,8 @@ class Contender:
         environment = {
             "MEDUSA_DISABLE": "0" if self.ours else "1",
             "OMP_NUM_THREADS": str(setup.threads),
+            # vLLM's n-gram proposer sets OpenMP's threads through numba, for torch as well.
+            "NUMBA_NUM_THREADS": str(setup.threads),
             "VLLM_LOGGING_LEVEL": "WARNING",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "HF_HUB_OFFLINE": "1",
