@@ -28,11 +28,16 @@ class MedusaConfig(BaseModel):
     """Directory that holds the heads (`medusa_lm_head.safetensors` or `.pt`, `config.json`)."""
 
     num_speculative_tokens: int | None = Field(default=None, ge=1, le=MAX_NUM_SPECULATIVE_TOKENS)
-    """Nodes of the tree, root excluded. None: the size of `tree`, else what pays on this CPU."""
+    """Most nodes of a tree, root excluded. None: the size of `tree`, else 15."""
 
-    tree: str | list[list[int]] | None = None
-    """Static tree as `medusa_choices`: a list of paths, its JSON text, or a JSON file.
-    None: the best tree of `num_speculative_tokens` nodes under the heads' calibration."""
+    tree: str | list[list[int]] = "dynamic"
+    """"dynamic": each step the most probable nodes by the heads' own probabilities; "static": the
+    tree that is best on average under the heads' calibration; or a static tree as
+    `medusa_choices`: a list of paths, its JSON text, or a JSON file."""
+
+    sizes: Literal["auto", "fixed"] = "auto"
+    """"auto": each step as many nodes as pay, by the measured cost of a step, the load and what
+    was accepted lately; "fixed": always as many as are allowed."""
 
     draft_vocab_size: Annotated[int, Field(ge=1)] | Literal["auto", "full"] = "auto"
     """How many of the most frequent tokens the heads may propose. "auto": 4096 where the heads

@@ -26,8 +26,10 @@ STAGES = {
     "tree": {"tree"},
     "heads": {"heads"},
     "accept": {"tree"},
+    "batch": {"tree"},
     "compact": {"accept"},
-    "step": {"accept", "compact", "heads", "tree"},
+    "draft": {"accept", "batch", "heads", "tree"},
+    "step": {"accept", "batch", "compact", "draft", "tree"},
 }
 
 

@@ -1,53 +1,131 @@
-"""DraftTree: a tree topology together with the tokens that one request drafted on it."""
+"""DraftTree: the tokens that one request drafted, as arrays, parents before their children."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
 
 from medusa_plugin.tree.token_tree import TokenTree
 
-ROOT_ONLY = TokenTree.chain(0)
+IntArray = npt.NDArray[np.integer]
+Int64Array = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DraftTree:
-    """Drafted tokens on a topology.
+    """Drafted tokens on a tree of n nodes. Row 0 is the root, the last committed token.
 
     Raises:
-        ValueError: `tokens` does not hold exactly one token per node.
+        ValueError: the arrays do not belong to one tree.
     """
 
-    topology: TokenTree
-    tokens: tuple[int, ...]
-    """Token of each node in row order, root excluded: row r carries `tokens[r - 1]`."""
+    tokens: IntArray
+    """`[n]` token of each node: row r carries `tokens[r - 1]`."""
+    parents: Int64Array
+    """`[n]` parent row of each node, below the node's own row."""
+    depths: Int64Array
+    """`[n + 1]` of each row; the root has 0."""
+    masks: Int64Array
+    """`[n + 1]`, bit j of entry r is set iff row r sees row j: its ancestors and itself.
+    Bit 63 is the sign."""
 
     def __post_init__(self) -> None:
-        if len(self.tokens) != self.topology.num_nodes:
+        n = len(self.tokens)
+        if len(self.parents) != n or len(self.depths) != n + 1 or len(self.masks) != n + 1:
             raise ValueError(
-                f"a tree of {self.topology.num_nodes} nodes needs as many tokens, "
-                f"got {len(self.tokens)}"
+                f"a tree of {len(self.parents)} nodes needs as many tokens, and depths and masks "
+                f"of one row more; got {n}, {len(self.depths)} and {len(self.masks)}"
             )
+
+    @classmethod
+    def on(cls, topology: TokenTree, tokens: Sequence[int] | IntArray) -> DraftTree:
+        """`tokens`, one per node in row order, on a topology."""
+        return cls(
+            np.asarray(tokens, dtype=np.int64),
+            topology.parent_array,
+            topology.depth_array,
+            topology.mask_array,
+        )
 
     @classmethod
     def root_only(cls) -> DraftTree:
         """The tree of a request that drafted nothing."""
-        return cls(ROOT_ONLY, ())
+        return _ROOT_ONLY
 
-    def granted(self, tokens: tuple[int, ...]) -> DraftTree | None:
+    @property
+    def num_nodes(self) -> int:
+        """Drafted tokens: rows without the root."""
+        return len(self.tokens)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows to verify, root included."""
+        return len(self.depths)
+
+    @cached_property
+    def is_chain(self) -> bool:
+        """Whether every row follows the one before it: ordinary causal attention suffices."""
+        return bool(self.depths[-1] == len(self.tokens))
+
+    def prefix(self, num_nodes: int) -> DraftTree:
+        """The tree of the first `num_nodes` nodes."""
+        if num_nodes == len(self.tokens):
+            return self
+        return DraftTree(
+            self.tokens[:num_nodes],
+            self.parents[:num_nodes],
+            self.depths[: num_nodes + 1],
+            self.masks[: num_nodes + 1],
+        )
+
+    def granted(self, tokens: Sequence[int]) -> DraftTree | None:
         """The subtree of the first `len(tokens)` nodes, or None if it does not carry `tokens`.
 
         A scheduler may grant fewer drafts than proposed; since parents come before children the
         granted prefix is itself a tree.
         """
-        if self.tokens[: len(tokens)] != tokens:
+        if self.tokens[: len(tokens)].tolist() != list(tokens):
             return None
-        if len(tokens) == len(self.tokens):
-            return self
-        return DraftTree(self.topology.prefix(len(tokens)), tokens)
+        return self.prefix(len(tokens))
+
+    def children(self, row: int) -> list[int]:
+        """Rows whose parent is `row`, ascending."""
+        rows: list[int] = (np.flatnonzero(self.parents == row) + 1).tolist()
+        return rows
 
     def child_with_token(self, row: int, token: int) -> int | None:
         """The row of the child of `row` that carries `token`, or None."""
-        for child in self.topology.children(row):
-            if self.tokens[child - 1] == token:
-                return child
-        return None
+        found = np.flatnonzero((self.parents == row) & (self.tokens == token))
+        return int(found[0]) + 1 if len(found) else None
+
+
+_ROOT_ONLY = DraftTree.on(TokenTree.chain(0), ())
+
+
+def relations(parents: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """Depths and ancestor masks of many trees at once, by pointer doubling.
+
+    Args:
+        parents: `[batch, n]` parent row of each node; every parent row is below its node's.
+
+    Returns:
+        `depths` and `masks` as of `DraftTree`, int64 `[batch, n + 1]`.
+    """
+    batch, n = parents.shape
+    ancestors = np.zeros((batch, n + 1), dtype=np.int64)  # the root is its own
+    ancestors[:, 1:] = parents
+    depths = np.ones((batch, n + 1), dtype=np.int64)
+    depths[:, 0] = 0
+    # Shifting by 63 gives the sign bit.
+    masks = np.broadcast_to(np.int64(1) << np.arange(n + 1, dtype=np.int64), depths.shape).copy()
+    # After round i, both cover the 2 ** i nearest ancestors.
+    while ancestors.any():
+        depths += np.take_along_axis(depths, ancestors, 1)
+        masks |= np.take_along_axis(masks, ancestors, 1)
+        ancestors = np.take_along_axis(ancestors, ancestors, 1)
+    masks |= 1  # the root, which pointers stop at
+    return depths, masks

@@ -14,6 +14,9 @@ from medusa_plugin.tree.token_tree import MAX_ROWS, Path, TokenTree, TreeError
 MAX_RANK = 64
 """Candidates per head that a tree may use: more never paid and would slow the top-k."""
 
+STATIC = "static"
+"""In place of choices: the best tree on average."""
+
 Accuracies = Sequence[Sequence[float]]
 
 GENERIC_ACCURACIES: Accuracies = (
@@ -30,7 +33,7 @@ GENERIC_ACCURACIES: Accuracies = (
 
 
 def choose_tree(
-    tree: list[list[int]] | str | None,
+    tree: list[list[int]] | str,
     *,
     num_heads: int,
     num_nodes: int,
@@ -39,15 +42,15 @@ def choose_tree(
     """The tree to draft on.
 
     Args:
-        tree: see `parse_choices`; None for the best tree of `num_nodes` nodes.
+        tree: see `parse_choices`; "static" for the best tree of `num_nodes` nodes.
         num_heads: depth that a tree may have.
-        num_nodes: size of the tree where `tree` is None; fewer where there are too few candidates.
+        num_nodes: size of the tree where it is grown; fewer where there are too few candidates.
         accuracies: entry [h][k] is how often candidate k of head h is right; None: unknown.
 
     Raises:
         TreeError: names the path that is malformed or needs a head that is not there.
     """
-    if tree is not None:
+    if tree != STATIC:
         return tree_from_choices(parse_choices(tree), num_heads, MAX_RANK, accuracies)
     return grow_tree((accuracies or GENERIC_ACCURACIES)[:num_heads], num_nodes)
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
 MAX_ROWS = 64
 """Rows of one tree, root included: an ancestor mask is one 64-bit word."""
@@ -120,20 +121,19 @@ class TokenTree:
         return all(parent == row - 1 for row, parent in enumerate(self.parents))
 
     @cached_property
-    def depth_tensor(self) -> torch.Tensor:
-        """`depths` as int64 `[num_rows]`."""
-        return torch.tensor(self.depths, dtype=torch.int64)
+    def parent_array(self) -> npt.NDArray[np.int64]:
+        """`[num_nodes]` parent row of each node, without the root."""
+        return np.array(self.parents[1:], dtype=np.int64)
 
     @cached_property
-    def mask_tensor(self) -> torch.Tensor:
-        """`ancestor_masks` as int64 `[MAX_ROWS]`, zero beyond the last row.
+    def depth_array(self) -> npt.NDArray[np.int64]:
+        """`depths` as `[num_rows]`."""
+        return np.array(self.depths, dtype=np.int64)
 
-        Bit 63 is the sign.
-        """
-        signed = [mask - (1 << 64) if mask >> 63 else mask for mask in self.ancestor_masks]
-        padded = torch.zeros(MAX_ROWS, dtype=torch.int64)
-        padded[: len(signed)] = torch.tensor(signed, dtype=torch.int64)
-        return padded
+    @cached_property
+    def mask_array(self) -> npt.NDArray[np.int64]:
+        """`ancestor_masks` as `[num_rows]`; bit 63 is the sign."""
+        return np.array(self.ancestor_masks, dtype=np.uint64).view(np.int64)
 
     @cached_property
     def _children(self) -> tuple[tuple[int, ...], ...]:

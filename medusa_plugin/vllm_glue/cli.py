@@ -13,6 +13,7 @@ METHOD = "medusa"
 _FLAGS = {
     "heads": "--medusa-heads",
     "tree": "--medusa-tree",
+    "sizes": "--medusa-sizes",
     "draft_vocab_size": "--medusa-draft-vocab-size",
     "num_speculative_tokens": "--num-speculative-tokens",
 }
@@ -46,10 +47,17 @@ def add_arguments(parser: Any) -> Any:
     )
     group.add_argument(
         "--medusa-tree",
-        metavar="CHOICES",
+        metavar="dynamic|static|CHOICES",
         default=argparse.SUPPRESS,
-        help="Static tree as medusa_choices: JSON text or a JSON file. Default: the best tree of "
-        "--num-speculative-tokens nodes under the heads' calibration.",
+        help="dynamic (the most probable nodes of each step), static (best on average under the "
+        "heads' calibration), or medusa_choices: JSON text or a JSON file. Default: dynamic.",
+    )
+    group.add_argument(
+        "--medusa-sizes",
+        choices=["auto", "fixed"],
+        default=argparse.SUPPRESS,
+        help="auto: as many nodes as pay, by measured cost, load and acceptance; fixed: always "
+        "as many as allowed. Default: auto.",
     )
     group.add_argument(
         "--medusa-draft-vocab-size",
@@ -64,7 +72,7 @@ def add_arguments(parser: Any) -> Any:
         metavar="N",
         type=int,
         default=argparse.SUPPRESS,
-        help="Nodes of the tree without its root, 1 to 63. Default: 15 on CPUs with AMX, else 5.",
+        help="Most nodes of a tree without its root, 1 to 63. Default: 15.",
     )
     return parser
 

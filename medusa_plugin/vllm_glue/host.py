@@ -192,6 +192,12 @@ WORKER_HOOKS = (
 CPU_HOOKS = (
     Hook("vllm.v1.worker.cpu_worker", "CPUWorker.init_device", ("self",), "use our model runner"),
     Hook(
+        "vllm.v1.worker.cpu_worker",
+        "CPUWorker.compile_or_warm_up_model",
+        ("self",),
+        "measure what a step costs once the model is ready",
+    ),
+    Hook(
         "vllm.v1.worker.cpu_model_runner",
         "CPUModelRunner.load_model",
         ("self", "load_dummy_weights"),
@@ -224,6 +230,12 @@ CUDA_HOOKS = (
         "Worker._make_model_runner",
         ("self",),
         "use our model runner",
+    ),
+    Hook(
+        "vllm.v1.worker.gpu_worker",
+        "Worker.compile_or_warm_up_model",
+        ("self",),
+        "measure what a step costs once the model is ready",
     ),
     Hook(
         _RUNNER,

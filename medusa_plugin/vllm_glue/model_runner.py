@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import cached_property
 from types import ModuleType
 from typing import Any
 
@@ -27,10 +28,13 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.outputs import ModelRunnerOutput, SamplerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from medusa_plugin.step import Drafter, StepRequest, decode_step
+from medusa_plugin.batch import StepRequest
+from medusa_plugin.draft import Drafter
+from medusa_plugin.step import decode_step
 from medusa_plugin.tree.draft_tree import DraftTree
 from medusa_plugin.tree.token_tree import TokenTree
 from medusa_plugin.vllm_glue.attention_rows import TreeImpl
+from medusa_plugin.vllm_glue.costs import step_costs
 from medusa_plugin.vllm_glue.kv_cache import group_caches, start_kernels
 from medusa_plugin.vllm_glue.sampling import TreeRowSampler
 from medusa_plugin.vllm_glue.support import UnsupportedFeatureError
@@ -50,19 +54,19 @@ class GrantedTrees:
     root_positions: npt.NDArray[np.int64]
     """Position of each request's root in its sequence."""
 
-    @property
+    @cached_property
     def branching(self) -> list[int]:
         """Requests that need the tree kernel: a chain is ordinary causal attention."""
-        return [i for i, tree in enumerate(self.trees) if not tree.topology.is_chain]
+        return [i for i, tree in enumerate(self.trees) if not tree.is_chain]
 
     def tree_positions(self) -> tuple[torch.Tensor, torch.Tensor]:
         """int64 `[n]` batch rows of the branching trees, and each row's position by its depth."""
         rows, positions = [], []
         for i in self.branching:
-            depths = self.trees[i].topology.depth_tensor
-            rows.append(int(self.root_rows[i]) + torch.arange(len(depths)))
-            positions.append(int(self.root_positions[i]) + depths)
-        return torch.cat(rows), torch.cat(positions)
+            depths = self.trees[i].depths
+            rows.append(self.root_rows[i] + np.arange(len(depths)))
+            positions.append(self.root_positions[i] + depths)
+        return torch.from_numpy(np.concatenate(rows)), torch.from_numpy(np.concatenate(positions))
 
 
 class MedusaModelRunner(GPUModelRunner):
@@ -107,9 +111,16 @@ class MedusaModelRunner(GPUModelRunner):
             layer.impl.require_supported()
         self.kv_cache_group = group_caches(list(layers.values()), kv_cache_config)
 
+    def measure_costs(self) -> None:
+        """Tell the drafter what a step costs here, if tree sizes are to follow it."""
+        if self.drafter.sizes_follow_cost:
+            self.drafter.drafter.costs = step_costs(self, self.drafter.drafter.heads)
+
     # Before the forward pass
 
     def _update_states(self, scheduler_output: Any) -> Any:
+        if scheduler_output.finished_req_ids:
+            self.medusa_drafter.forget(scheduler_output.finished_req_ids)
         for request_id in scheduler_output.finished_req_ids:
             self._proposed.pop(request_id, None)
         for request_id in scheduler_output.preempted_req_ids or ():
@@ -134,13 +145,13 @@ class MedusaModelRunner(GPUModelRunner):
         num_requests = self.input_batch.num_reqs
         trees = []
         for request_id in self.input_batch.req_ids[:num_requests]:
-            tokens = tuple(scheduled.get(request_id, ()))
+            tokens = scheduled.get(request_id, ())
             proposed = self._proposed.get(request_id)
             tree = proposed.granted(tokens) if proposed is not None else None
             # Tokens we did not propose (placeholders) are verified as the chain they are.
-            trees.append(tree or DraftTree(TokenTree.chain(len(tokens)), tokens))
+            trees.append(tree or DraftTree.on(TokenTree.chain(len(tokens)), tokens))
         ends = self.query_start_loc.np[1 : num_requests + 1].astype(np.int64)
-        nodes = np.array([len(tree.tokens) for tree in trees], dtype=np.int64)
+        nodes = np.array([tree.num_nodes for tree in trees], dtype=np.int64)
         seq_lens = self.optimistic_seq_lens_cpu[:num_requests].numpy().astype(np.int64)
         return GrantedTrees(tuple(trees), ends - nodes - 1, seq_lens - nodes - 1)
 
@@ -151,7 +162,7 @@ class MedusaModelRunner(GPUModelRunner):
             return result
         metadata_by_layer = result[0]
         num_requests = len(granted.trees)
-        plain = [i for i in range(num_requests) if granted.trees[i].topology.is_chain]
+        plain = [i for i in range(num_requests) if granted.trees[i].is_chain]
         trees = self._tree_batch(granted)
         for group in self.attn_groups[0]:
             group.get_metadata_builder(0).attach_trees(
@@ -164,8 +175,11 @@ class MedusaModelRunner(GPUModelRunner):
 
     def _tree_batch(self, granted: GrantedTrees) -> TreeBatch:
         branching = granted.branching
-        topologies = [granted.trees[i].topology for i in branching]
-        query_len = np.array([t.num_rows for t in topologies], dtype=np.int32)
+        trees = [granted.trees[i] for i in branching]
+        query_len = np.array([tree.num_rows for tree in trees], dtype=np.int32)
+        masks = np.zeros((len(trees), int(query_len.max()), 1), dtype=np.int64)
+        for mask, tree in zip(masks, trees, strict=True):
+            mask[: tree.num_rows, 0] = tree.masks
         context_len = granted.root_positions[branching].astype(np.int32)
         assert self.kv_cache_group is not None
         width = -(-int((context_len + query_len).max()) // self.kv_cache_group.block_size)
@@ -174,7 +188,7 @@ class MedusaModelRunner(GPUModelRunner):
             query_start=torch.from_numpy(granted.root_rows[branching].astype(np.int32)),
             query_len=torch.from_numpy(query_len),
             context_len=torch.from_numpy(context_len),
-            ancestor_masks=torch.stack([t.mask_tensor for t in topologies]).unsqueeze(-1),
+            ancestor_masks=torch.from_numpy(masks),
             block_table=torch.from_numpy(blocks),
         )
 
@@ -247,7 +261,7 @@ class MedusaModelRunner(GPUModelRunner):
                     chain_only=params is not None and params.structured_outputs is not None,
                 )
             )
-            first_row += tree.topology.num_rows
+            first_row += tree.num_rows
         return requests
 
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
@@ -276,5 +290,5 @@ class MedusaModelRunner(GPUModelRunner):
                 drafts.append([])
             else:
                 self._proposed[request_id] = tree
-                drafts.append(list(tree.tokens))
+                drafts.append(tree.tokens.tolist())
         return drafts

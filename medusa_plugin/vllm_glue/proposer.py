@@ -9,10 +9,10 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from medusa_plugin.draft import TreeDrafter
 from medusa_plugin.heads import TargetSpec, load_heads, peek_heads
-from medusa_plugin.step import HeadsDrafter
 from medusa_plugin.vllm_glue.support import UnsupportedFeatureError
-from medusa_plugin.vllm_glue.translate import configured_tree, medusa_config
+from medusa_plugin.vllm_glue.translate import medusa_config, plan_trees
 
 logger = logging.getLogger("vllm.medusa")
 
@@ -43,9 +43,19 @@ class MedusaProposer:
         heads = load_heads(
             self._config.heads, target, draft_vocab_size=self._config.draft_vocab_size
         )
-        tree = configured_tree(self._config, peek_heads(self._config.heads))
-        self.drafter = HeadsDrafter(heads, tree)
+        plan = plan_trees(self._config, peek_heads(self._config.heads))
+        self.drafter = TreeDrafter(
+            heads,
+            num_nodes=plan.num_nodes,
+            tree=plan.topology,
+            max_rows=self._vllm_config.scheduler_config.max_num_batched_tokens,
+        )
         logger.info("medusa heads loaded in %.2f s", time.perf_counter() - started)
+
+    @property
+    def sizes_follow_cost(self) -> bool:
+        """Whether the drafter is to be told what a step costs."""
+        return self._config.sizes == "auto"
 
     def propose(self, *args: Any, **kwargs: Any) -> NoReturn:
         """vLLM's stock call, which passes no hidden states; our model runner never makes it."""

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import copy
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -39,6 +39,9 @@ PROPOSER = "medusa_plugin.vllm_glue.proposer.MedusaProposer"
 CPU_WORKER = "medusa_plugin.vllm_glue.worker.MedusaCPUWorker"
 CUDA_WORKER = "medusa_plugin.vllm_glue.worker_cuda.MedusaCUDAWorker"
 OPTIONS_KEY = "medusa"
+DEFAULT_NUM_NODES = 15
+"""A ceiling, where sizes follow the measured cost. Root and nodes fill one tile of AMX units and
+of a GPU's tensor cores."""
 
 
 def is_medusa(speculative_config: Any) -> bool:
@@ -66,13 +69,13 @@ def translate_engine_args(engine_args: Any) -> None:
         _require_nothing_asked(speculative, additional)
         return
     config = _read_options(engine_args.model, speculative, additional.get(OPTIONS_KEY))
-    tree = configured_tree(config, peek_heads(config.heads))
+    plan = plan_trees(config, peek_heads(config.heads))
 
     engine_args.spec_method = engine_args.spec_model = engine_args.spec_tokens = None
     engine_args.speculative_config = {
         "method": "custom_class",
         "model": PROPOSER,
-        "num_speculative_tokens": tree.num_nodes,
+        "num_speculative_tokens": plan.num_nodes,
     }
     additional[OPTIONS_KEY] = config.model_dump()
     engine_args.additional_config = additional
@@ -111,16 +114,16 @@ def finish_engine_config(vllm_config: Any) -> None:
     heads.require_target(
         hidden_size=model_config.get_hidden_size(), vocab_size=model_config.get_vocab_size()
     )
-    tree = configured_tree(config, heads)
-    _require_draft_vocabulary(config, heads, tree)
+    plan = plan_trees(config, heads)
+    _require_draft_vocabulary(config, heads, plan)
     logger.info(
-        "medusa %s: heads %s (%s), tree of %d nodes, depth %d, draft vocabulary %s, acceptance "
-        "lossless (greedy and sampled); not supported with it: see README, section Support.",
+        "medusa %s: heads %s (%s), %s, sizes %s, draft vocabulary %s, acceptance lossless (greedy "
+        "and sampled); not supported with it: see README, section Support.",
         __version__,
         config.heads,
         heads.describe(),
-        tree.num_nodes,
-        max(tree.depths),
+        plan.describe(),
+        config.sizes,
         config.draft_vocab_size,
     )
 
@@ -130,36 +133,42 @@ def medusa_config(vllm_config: Any) -> MedusaConfig:
     return MedusaConfig.from_options(vllm_config.additional_config[OPTIONS_KEY])
 
 
-def configured_tree(config: MedusaConfig, heads: HeadsInfo) -> TokenTree:
-    """The topology that `config` asks for on `heads`.
+@dataclass(frozen=True)
+class TreePlan:
+    """The trees that a configuration asks for."""
+
+    num_nodes: int
+    """Most nodes of a tree."""
+    topology: TokenTree | None
+    """Static topology; None for dynamic trees."""
+
+    def describe(self) -> str:
+        """For the start-up line."""
+        if self.topology is None:
+            return f"dynamic trees of up to {self.num_nodes} nodes"
+        return f"a static tree of {self.num_nodes} nodes, depth {max(self.topology.depths)}"
+
+
+def plan_trees(config: MedusaConfig, heads: HeadsInfo) -> TreePlan:
+    """The trees that `config` asks for on `heads`.
 
     Raises:
         TreeError: the tree is malformed or needs more heads than there are.
         MedusaConfigError: `num_speculative_tokens` contradicts the size of `tree`.
     """
     wanted = config.num_speculative_tokens
+    num_nodes = wanted or DEFAULT_NUM_NODES
+    if config.tree == "dynamic":
+        return TreePlan(num_nodes, None)
     tree = choose_tree(
-        config.tree,
-        num_heads=heads.num_heads,
-        num_nodes=wanted or default_num_nodes(),
-        accuracies=heads.accuracies,
+        config.tree, num_heads=heads.num_heads, num_nodes=num_nodes, accuracies=heads.accuracies
     )
     if wanted is not None and tree.num_nodes != wanted:
         raise MedusaConfigError(
             f"num_speculative_tokens is {wanted}, but the tree has {tree.num_nodes} nodes: leave "
             "num_speculative_tokens out, or give a tree of that size"
         )
-    return tree
-
-
-def default_num_nodes() -> int:
-    """Nodes of the default tree: as many as the device verifies at little more than a row's cost.
-
-    On a GPU, where nothing was measured yet, root and nodes fill one tile of its tensor cores.
-    Measured at batch 1 on SmolLM2-135M, bf16, compiled: with AMX tiles 16 rows cost about 1.1 times
-    one row; on a Zen 4 core 6 rows cost as much as one, 8 rows 1.16 times and 16 rows 1.5 times.
-    """
-    return 15 if current_platform.is_cuda() or torch.cpu._is_amx_tile_supported() else 5
+    return TreePlan(tree.num_nodes, tree)
 
 
 def _require_nothing_asked(speculative: dict[str, Any], additional: dict[str, Any]) -> None:
@@ -177,7 +186,7 @@ def _require_nothing_asked(speculative: dict[str, Any], additional: dict[str, An
         )
 
 
-def _require_draft_vocabulary(config: MedusaConfig, heads: HeadsInfo, tree: TokenTree) -> None:
+def _require_draft_vocabulary(config: MedusaConfig, heads: HeadsInfo, plan: TreePlan) -> None:
     """Check `draft_vocab_size` against the ranking that comes with the heads, and the tree."""
     size = config.draft_vocab_size
     if not isinstance(size, int):
@@ -188,10 +197,11 @@ def _require_draft_vocabulary(config: MedusaConfig, heads: HeadsInfo, tree: Toke
             f"{heads.draft_vocab_ranked} tokens by frequency (draft_vocab.safetensors): choose at "
             "most that, or 'full'"
         )
-    if max(tree.ranks) >= size:
+    rank = 0 if plan.topology is None else max(plan.topology.ranks)
+    if rank >= size:
         raise MedusaConfigError(
-            f"the tree uses candidates up to rank {max(tree.ranks)}, but draft_vocab_size {size} "
-            f"offers only {size}: raise draft_vocab_size"
+            f"the tree uses candidates up to rank {rank}, but draft_vocab_size {size} offers only "
+            f"{size}: raise draft_vocab_size"
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -28,3 +30,9 @@ class MedusaCPUWorker(CPUWorker):
         super().init_device()
         host.require_v1_runner(self.use_v2_model_runner)
         self.model_runner = MedusaCPUModelRunner(self.vllm_config, self.device)
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Warm up as vLLM does, then measure what a step costs."""
+        times = super().compile_or_warm_up_model()
+        self.model_runner.measure_costs()
+        return times

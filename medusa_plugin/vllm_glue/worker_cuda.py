@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm.v1.worker.gpu_worker import Worker
 
 from medusa_plugin.vllm_glue import attention_cuda, host
@@ -26,3 +28,9 @@ class MedusaCUDAWorker(Worker):
         host.check_hooks(host.WORKER_HOOKS + host.CUDA_HOOKS)
         host.require_v1_runner(self.use_v2_model_runner)
         return MedusaCUDAModelRunner(self.vllm_config, self.device)
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Warm up as vLLM does, then measure what a step costs."""
+        times = super().compile_or_warm_up_model()
+        self.model_runner.measure_costs()
+        return times

@@ -7,12 +7,12 @@ decoding produced: *oracle* always, *adversarial* never, *mixed* now and then.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from medusa_plugin.accept import AcceptedPath
-from medusa_plugin.step import StepRequest
+from medusa_plugin.batch import StepRequest
 from medusa_plugin.tree.draft_tree import DraftTree
 from medusa_plugin.tree.token_tree import TokenTree
 
@@ -59,21 +59,24 @@ class PlantedDrafter:
         paths: Sequence[AcceptedPath],
         hidden_states: torch.Tensor,
     ) -> list[DraftTree]:
-        """See `medusa_plugin.step.Drafter`."""
+        """See `medusa_plugin.draft.Drafter`."""
         assert hidden_states.shape[0] == len(requests)
         if self.on_draft is not None:
             self.on_draft(requests)
         drafts = []
         for request, path in zip(requests, paths, strict=True):
-            if request.tree.topology.num_nodes:
+            if request.tree.num_nodes:
                 self.accepted.append(len(path.rows))
-                self.branching_steps += not request.tree.topology.is_chain
+                self.branching_steps += not request.tree.is_chain
             sequence = (*request.committed.tolist(), *path.tokens)
             topology = self._random.choice(self.topologies)
             if request.chain_only:
                 topology = TokenTree.chain(topology.num_nodes)
-            drafts.append(DraftTree(topology, self._tokens(topology, self._future(sequence))))
+            drafts.append(DraftTree.on(topology, self._tokens(topology, self._future(sequence))))
         return drafts
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """See `medusa_plugin.draft.Drafter`; nothing is kept by request."""
 
     def _future(self, sequence: Prefix) -> list[int]:
         for prompt, output in self.futures.items():

@@ -25,7 +25,7 @@ BUSHY = TokenTree.from_choices(
     + [(a, b, c) for a in range(2) for b in range(2) for c in range(2)]
 )
 SHIPPED = choose_tree(
-    None, num_heads=4, num_nodes=15, accuracies=peek_heads(embedded_heads_path()).accuracies
+    "static", num_heads=4, num_nodes=15, accuracies=peek_heads(embedded_heads_path()).accuracies
 )
 TREES = {
     "chain": CHAIN,

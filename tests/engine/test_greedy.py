@@ -144,11 +144,11 @@ def test_token_zero_as_the_true_next_token_at_a_leaf(plain: Any, medusa: Any) ->
 
 def test_the_real_heads_path(plain: Any, medusa: Any) -> None:
     """Random heads over the configured tree: everything but acceptance, without a planted draft."""
-    from medusa_plugin.step import HeadsDrafter
+    from medusa_plugin.draft import TreeDrafter
 
     runner = harness.runner_of(medusa)
     runner.drafter.load_model(runner.model)
-    assert isinstance(runner.medusa_drafter, HeadsDrafter)
+    assert isinstance(runner.medusa_drafter, TreeDrafter)
     requests = harness.prompts(5, lengths=[3, 17, 40], vocab_size=VOCAB_SIZE, seed=10)
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     assert harness.answers(medusa, requests, params) == harness.answers(plain, requests, params)

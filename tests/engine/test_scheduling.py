@@ -58,9 +58,9 @@ def record_batches(engine: Any) -> set[tuple[str, ...]]:
         lengths[1:] -= runner.query_start_loc.np[1 : len(granted.trees)]
         seen = set()
         for tree, length in zip(granted.trees, lengths.tolist(), strict=True):
-            if not tree.topology.is_chain:
+            if not tree.is_chain:
                 seen.add("tree")
-            elif length > tree.topology.num_rows:
+            elif length > tree.num_rows:
                 seen.add("chunk")
         kinds.add(tuple(sorted(seen, reverse=True)))
         return granted

@@ -74,7 +74,7 @@ def test_the_tree_gives_the_number_of_tokens() -> None:
 def test_default_size_and_heads_of_the_embedded_model() -> None:
     args = engine_args(speculative_config={"method": "medusa"})
     translate.translate_engine_args(args)
-    assert args.speculative_config["num_speculative_tokens"] == translate.default_num_nodes()
+    assert args.speculative_config["num_speculative_tokens"] == translate.DEFAULT_NUM_NODES
     assert args.additional_config["medusa"]["heads"] == HEADS
 
 

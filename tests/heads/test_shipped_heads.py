@@ -40,7 +40,7 @@ def test_they_load_with_the_default_draft_vocabulary() -> None:
 
 def test_their_default_tree_branches_and_uses_every_depth_that_pays() -> None:
     accuracies = peek_heads(SHIPPED).accuracies
-    tree = choose_tree(None, num_heads=4, num_nodes=15, accuracies=accuracies)
+    tree = choose_tree("static", num_heads=4, num_nodes=15, accuracies=accuracies)
     assert tree.num_nodes == 15
     assert not tree.is_chain
     assert max(tree.depths) >= 2

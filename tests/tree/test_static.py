@@ -163,7 +163,7 @@ def test_choose_tree_prefers_the_given_tree_over_the_size() -> None:
 
 @pytest.mark.parametrize(("num_heads", "num_nodes"), [(1, 10), (2, 15), (5, 63), (9, 63)])
 def test_the_generic_tree_fits_the_heads(num_heads: int, num_nodes: int) -> None:
-    tree = choose_tree(None, num_heads=num_heads, num_nodes=num_nodes, accuracies=None)
+    tree = choose_tree("static", num_heads=num_heads, num_nodes=num_nodes, accuracies=None)
     assert tree.num_nodes == num_nodes
     assert max(tree.depths) <= num_heads
     assert not tree.is_chain
@@ -171,5 +171,5 @@ def test_the_generic_tree_fits_the_heads(num_heads: int, num_nodes: int) -> None
 
 def test_a_calibration_decides_over_the_generic_table() -> None:
     sure = [[1.0, 0.0], [1.0, 0.0], [1.0, 0.0]]
-    tree = choose_tree(None, num_heads=3, num_nodes=3, accuracies=sure)
+    tree = choose_tree("static", num_heads=3, num_nodes=3, accuracies=sure)
     assert tree == TokenTree.chain(3)

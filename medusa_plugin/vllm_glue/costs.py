@@ -1,0 +1,126 @@
+"""What a decode step costs on this machine, measured when the engine starts."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from medusa_plugin.cost_cache import read_costs, write_costs
+from medusa_plugin.heads.base import DraftHeads
+from medusa_plugin.tree.budget import CostCurve, StepCosts
+from medusa_plugin.vllm_glue import host
+
+logger = logging.getLogger("vllm.medusa")
+
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48, 64, 96, 128)
+REPETITIONS = 5
+
+
+def step_costs(runner: Any, heads: DraftHeads) -> StepCosts:
+    """Costs of this engine's steps, from the cache or measured now (a few seconds).
+
+    Args:
+        runner: vLLM's model runner, ready to run.
+        heads: the draft heads.
+    """
+    circumstances = _circumstances(runner, heads)
+    costs = read_costs(circumstances)
+    if costs is None:
+        started = time.perf_counter()
+        costs = _measure(runner, heads)
+        write_costs(circumstances, costs)
+        logger.info("medusa: step costs measured in %.1f s", time.perf_counter() - started)
+    rows, seconds = costs.verify.rows, costs.verify.seconds
+    logger.info(
+        "medusa: verifying %s rows takes %s ms",
+        ", ".join(map(str, rows)),
+        ", ".join(f"{1e3 * value:.1f}" for value in seconds),
+    )
+    return costs
+
+
+@torch.inference_mode()
+def _measure(runner: Any, heads: DraftHeads) -> StepCosts:
+    config = runner.vllm_config
+    most = min(runner.max_num_tokens, ROWS[-1])
+    rows = [count for count in ROWS if count <= most]
+    batches = [count for count in (1, 2, 4, 8, 16, 32, 64) if count <= runner.max_num_reqs]
+    width = config.model_config.get_hidden_size()
+    dtype, device = config.model_config.dtype, runner.device
+    top_k = min(config.speculative_config.num_speculative_tokens, heads.max_top_k)
+
+    def verify(count: int) -> None:
+        hidden, _ = runner._dummy_run(count)
+        runner.model.compute_logits(hidden[:count])
+        _wait(device)
+
+    def draft(count: int) -> None:
+        hidden = torch.zeros(count, width, dtype=dtype, device=device)
+        roots = torch.zeros(count, dtype=torch.int64, device=device)
+        candidates = heads.propose(hidden, roots, top_k)
+        candidates.token_ids.cpu()
+        candidates.log_probs.cpu()
+
+    return StepCosts(_curve(verify, rows), _curve(draft, batches))
+
+
+def _curve(work: Callable[[int], None], counts: Sequence[int]) -> CostCurve:
+    """Median seconds of `work` for each count.
+
+    The counts take turns, so that a slow moment of the machine does not fall on one of them.
+    """
+    times: dict[int, list[float]] = {count: [] for count in counts}
+    for repetition in range(REPETITIONS + 1):
+        for count in counts:
+            started = time.perf_counter()
+            work(count)
+            if repetition:  # the first call of a shape prepares it
+                times[count].append(time.perf_counter() - started)
+    return CostCurve(tuple(counts), tuple(statistics.median(times[count]) for count in counts))
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _circumstances(runner: Any, heads: DraftHeads) -> dict[str, str]:
+    config = runner.vllm_config
+    model = config.model_config
+    return {
+        "model": model.model,
+        "revision": str(model.revision),
+        "dtype": str(model.dtype),
+        "quantization": str(model.quantization),
+        "compilation": str(config.compilation_config.mode),
+        "heads": f"{type(heads).__name__} x {heads.num_heads}, {heads.max_top_k} tokens",
+        "processor": _processor(runner.device),
+        "threads": str(torch.get_num_threads()),
+        "vllm": str(host.installed_version()),
+        "torch": torch.__version__,
+    }
+
+
+@functools.cache
+def _processor(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    # Guests often hide the name: family and model tell the generation.
+    wanted = ("model name", "cpu family", "model", "stepping")
+    found: dict[str, str] = {}
+    for line in lines:
+        name, _, value = line.partition(":")
+        found.setdefault(name.strip(), value.strip())
+    return ", ".join(found.get(name, "?") for name in wanted)

@@ -1,0 +1,187 @@
+"""The real drafter, over heads that know the future: every kind of tree and size, no other token.
+
+Hits must come from the drafter's own ranking, sizing and book-keeping, so only the heads are
+planted: some rank of some heads carries the right token.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+
+from medusa_plugin.accept import AcceptedPath
+from medusa_plugin.batch import StepRequest
+from medusa_plugin.draft import TreeDrafter
+from medusa_plugin.heads.base import Candidates, DraftHeads
+from medusa_plugin.tree.budget import CostCurve, StepCosts
+from medusa_plugin.tree.draft_tree import DraftTree
+from tests.engine import harness
+from tests.engine.conftest import VOCAB_SIZE
+from tests.engine.drafters import PlantedDrafter
+
+NUM_NODES = 12
+FREE = StepCosts(CostCurve((1, 64), (1.0, 1.0)), CostCurve((1,), (0.0,)))
+STEEP = StepCosts(CostCurve((1, 64), (1.0, 64.0)), CostCurve((1,), (0.1,)))
+ROWS_COST_AFTER_FOUR = StepCosts(CostCurve((1, 4, 64), (1.0, 1.0, 12.0)), CostCurve((1,), (0.01,)))
+
+
+class PlantedHeads(DraftHeads):
+    """Four heads; for each request the right token has a random rank, or is not there."""
+
+    num_heads = 4
+    max_top_k = VOCAB_SIZE
+
+    def __init__(self, hit_rate: float) -> None:
+        self.hit_rate = hit_rate
+        self.futures: list[list[int]] = []
+        self._random = random.Random(3)
+
+    def propose(self, hidden: torch.Tensor, token_ids: torch.Tensor, top_k: int) -> Candidates:
+        scores = torch.full((len(self.futures), self.num_heads, VOCAB_SIZE), -5.0)
+        scores += torch.rand(scores.shape, generator=torch.Generator().manual_seed(5))
+        for i, future in enumerate(self.futures):
+            for head in range(self.num_heads):
+                right = future[head + 0] if head < len(future) else None
+                if right is None:
+                    continue
+                if self._random.random() < self.hit_rate:
+                    scores[i, head, right] = self._random.choice([-3.9, 3.0])
+                else:
+                    scores[i, head, right] = -50.0
+        best, ids = scores.topk(top_k)
+        return Candidates(ids, best, scores)
+
+
+class Watched:
+    """A `TreeDrafter` over planted heads; keeps the trees that were verified."""
+
+    def __init__(self, drafter: TreeDrafter, heads: PlantedHeads, known: PlantedDrafter) -> None:
+        self.drafter, self.heads, self.known = drafter, heads, known
+        self.verified: list[DraftTree] = []
+        self.accepted: list[int] = []
+        self.proposed: list[int] = []
+        """Nodes of the whole batch by step."""
+
+    def draft(
+        self,
+        requests: Sequence[StepRequest],
+        paths: Sequence[AcceptedPath],
+        hidden_states: torch.Tensor,
+    ) -> list[DraftTree]:
+        for request, path in zip(requests, paths, strict=True):
+            if request.tree.num_nodes:
+                self.verified.append(request.tree)
+                self.accepted.append(len(path.rows))
+        self.heads.futures = [
+            self.known._future((*request.committed.tolist(), *path.tokens))
+            for request, path in zip(requests, paths, strict=True)
+        ]
+        trees = self.drafter.draft(requests, paths, hidden_states)
+        self.proposed.append(sum(tree.num_nodes for tree in trees))
+        return trees
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        self.drafter.forget(request_ids)
+
+
+@pytest.fixture(scope="module")
+def plain(make_engine: Any) -> Any:
+    return make_engine()
+
+
+@pytest.fixture(scope="module")
+def medusa(make_engine: Any, random_heads: Path) -> Any:
+    return make_engine(
+        speculative_config={
+            "method": "medusa",
+            "model": str(random_heads),
+            "num_speculative_tokens": NUM_NODES,
+        }
+    )
+
+
+def run(
+    plain: Any,
+    medusa: Any,
+    hit_rate: float,
+    params: SamplingParams | None = None,
+    count: int = 6,
+    **options: Any,
+) -> Watched:
+    """Compare with plain decoding; returns what was watched."""
+    params = params or SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    heads = PlantedHeads(hit_rate)
+    known = PlantedDrafter([harness.CHAIN], VOCAB_SIZE, 1.0)
+    watched = Watched(TreeDrafter(heads, num_nodes=NUM_NODES, **options), heads, known)
+    harness.runner_of(medusa).drafter.drafter = watched
+    requests = harness.prompts(count, lengths=[3, 17, 40], vocab_size=VOCAB_SIZE, seed=21)
+    harness.teach(known, plain, requests, params)
+    assert harness.answers(medusa, requests, params) == harness.answers(plain, requests, params)
+    known_requests = set(harness.runner_of(medusa).requests)
+    assert set(watched.drafter.estimate._requests) <= known_requests, "ended requests are kept"
+    return watched
+
+
+@pytest.mark.parametrize("hit_rate", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("costs", [None, FREE, ROWS_COST_AFTER_FOUR], ids=["fixed", "free", "dear"])
+@pytest.mark.parametrize("tree", [None, harness.BUSHY], ids=["dynamic", "static"])
+def test_output_is_that_of_plain_decoding(
+    plain: Any, medusa: Any, tree: Any, costs: StepCosts | None, hit_rate: float
+) -> None:
+    if tree is not None:
+        tree = tree.prefix(NUM_NODES)
+    watched = run(plain, medusa, hit_rate, tree=tree, costs=costs)
+    assert (sum(watched.accepted) > 0) == (hit_rate > 0)
+    if costs is not ROWS_COST_AFTER_FOUR:
+        assert any(not draft.is_chain for draft in watched.verified)
+    if costs is None:
+        assert {draft.num_nodes for draft in watched.verified} >= {NUM_NODES}
+        if hit_rate == 1.0:
+            assert max(watched.accepted) >= 3
+
+
+def test_seeded_sampling_equals_plain_decoding(plain: Any, medusa: Any) -> None:
+    params = SamplingParams(temperature=0.9, seed=11, max_tokens=30, ignore_eos=True)
+    watched = run(plain, medusa, 0.8, params, costs=FREE)
+    assert sum(watched.accepted) > 0
+
+
+def test_trees_that_lose_vanish(plain: Any, medusa: Any) -> None:
+    assert len(run(plain, medusa, 0.7, costs=STEEP).verified) == 0
+
+
+def test_a_small_batch_gets_larger_trees_than_a_large_one(plain: Any, medusa: Any) -> None:
+    def mean(count: int) -> float:
+        found = run(plain, medusa, 0.9, costs=ROWS_COST_AFTER_FOUR, count=count).verified
+        return sum(draft.num_nodes for draft in found) / max(1, len(found))
+
+    assert mean(1) > 1.5 * mean(12)
+
+
+def test_heads_that_are_never_right_stop_drafting(plain: Any, medusa: Any) -> None:
+    params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
+    # Even free rows are not worth the heads' time once these are known to be wrong.
+    costs = StepCosts(CostCurve((1, 64), (1.0, 1.0)), CostCurve((1,), (0.1,)))
+    sizes = run(plain, medusa, 0.0, params, count=2, costs=costs).proposed
+    assert sum(size > 0 for size in sizes[:20]) >= 10
+    assert sum(size > 0 for size in sizes[-40:]) <= 4
+
+
+def test_costs_are_measured_at_start_and_kept(medusa: Any) -> None:
+    from medusa_plugin.cost_cache import read_costs
+    from medusa_plugin.vllm_glue.costs import _circumstances
+
+    runner = harness.runner_of(medusa)
+    proposer = runner.drafter
+    assert proposer.sizes_follow_cost
+    proposer.load_model(runner.model)
+    runner.measure_costs()
+    costs = proposer.drafter.costs
+    assert costs is not None and costs.verify.rows[0] == 1 and min(costs.verify.seconds) > 0
+    assert read_costs(_circumstances(runner, proposer.drafter.heads)) == costs
