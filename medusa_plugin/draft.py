@@ -104,8 +104,10 @@ class TreeDrafter:
         batch = len(requests)
         if self.costs is not None and not self._switch.should_draft(batch):
             return [DraftTree.root_only()] * batch
-        ranked = self._ranked(requests, paths, hidden_states)
-        return self._sized(ranked, np.full(batch, self.num_nodes))
+        limits = np.array([request.options.node_limit(self.num_nodes) for request in requests])
+        if not limits.any():
+            return [DraftTree.root_only()] * batch
+        return self._sized(self._ranked(requests, paths, hidden_states), limits)
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """See `Drafter.forget`."""

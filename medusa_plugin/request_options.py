@@ -41,6 +41,12 @@ class RequestOptions(BaseModel):
     acceptance: Literal["lossless", "typical"] | None = None
     """Acceptance rule; "typical" is lossy. None: the engine's default."""
 
+    def node_limit(self, most: int) -> int:
+        """Nodes that a tree may have, of the `most` that there could be."""
+        if not self.enabled:
+            return 0
+        return most if self.max_nodes is None else min(most, self.max_nodes)
+
 
 def parse_request_options(extra_args: Mapping[str, Any] | None) -> RequestOptions:
     """The options in a request's `extra_args`; the defaults where it has none.

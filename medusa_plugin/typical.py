@@ -60,14 +60,15 @@ def typical_paths(
     Returns:
         Accepted rows of each tree in path order, root excluded; empty where none is.
     """
-    nodes = [len(tree.tokens) for tree in trees]
+    nodes = [tree.num_nodes for tree in trees]
     if not sum(nodes):
         return [() for _ in trees]
-    parents = [np.asarray(tree.topology.parents[1:], dtype=np.int64) for tree in trees]
-    tokens = np.concatenate([np.asarray(tree.tokens, dtype=np.int64) for tree in trees])
+    tokens = np.concatenate([tree.tokens for tree in trees]).astype(np.int64)
     # Children of one row share its softmax.
     rows, row_of_node = np.unique(
-        np.concatenate([first + p for first, p in zip(first_rows, parents, strict=True)]),
+        np.concatenate(
+            [first + tree.parents for first, tree in zip(first_rows, trees, strict=True)]
+        ),
         return_inverse=True,
     )
     temperature_of_row = np.empty(len(rows), dtype=np.float32)
@@ -83,8 +84,8 @@ def typical_paths(
     accepted = (p > thresholds) & (tokens >= 0)
     ends = np.cumsum(nodes)
     return [
-        _longest(parents[i], p[end - n : end], accepted[end - n : end])
-        for i, (n, end) in enumerate(zip(nodes, ends, strict=True))
+        _longest(tree.parents, p[end - n : end], accepted[end - n : end])
+        for tree, n, end in zip(trees, nodes, ends, strict=True)
     ]
 
 

@@ -26,10 +26,12 @@ STAGES = {
     "tree": {"tree"},
     "heads": {"heads"},
     "accept": {"tree"},
-    "batch": {"tree"},
+    "typical": {"tree"},
+    "request_options": {"config"},
+    "batch": {"request_options", "tree"},
     "compact": {"accept"},
     "draft": {"accept", "batch", "heads", "tree"},
-    "step": {"accept", "batch", "compact", "draft", "tree"},
+    "step": {"accept", "batch", "compact", "draft", "tree", "typical"},
 }
 
 

@@ -72,7 +72,8 @@ class PlantedDrafter:
             topology = self._random.choice(self.topologies)
             if request.chain_only:
                 topology = TokenTree.chain(topology.num_nodes)
-            drafts.append(DraftTree.on(topology, self._tokens(topology, self._future(sequence))))
+            tree = DraftTree.on(topology, self._tokens(topology, self._future(sequence)))
+            drafts.append(tree.prefix(request.options.node_limit(tree.num_nodes)))
         return drafts
 
     def forget(self, request_ids: Iterable[str]) -> None:
