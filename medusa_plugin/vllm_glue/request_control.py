@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import logging
+import reprlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -98,7 +99,7 @@ def _is_greedy(params: SamplingParams) -> bool:
 def typical_conflicts(params: SamplingParams) -> list[str]:
     """The parameters of a request that exclude typical acceptance, with their values."""
     values = {name: getattr(params, name) for name in _NEUTRAL}
-    return [f"{name}={value}" for name, value in values.items() if value not in _NEUTRAL[name]]
+    return [f"{name}={reprlib.repr(value)}" for name, value in values.items() if value not in _NEUTRAL[name]]
 
 
 class RunningRequests:
