@@ -114,9 +114,6 @@ class RunningRequests:
         self._settings: dict[str, RequestSettings] = {}
         self._told: set[str] = set()
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._settings
-
     def settings(self, request_id: str, params: SamplingParams) -> RequestSettings:
         """The settings of a running request."""
         known = self._settings.get(request_id)
