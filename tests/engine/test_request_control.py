@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ TYPICAL = {"medusa": {"acceptance": "typical"}}
 
 
 class LikelyDrafter:
-    """Drafts what the target finds likely, by a copy of it, and judges typical paths itself."""
+    """Drafts what a copy of the target finds rather likely, and judges typical paths by it."""
 
     def __init__(self, model: Path, topology: TokenTree, rule: TypicalRule) -> None:
         from transformers import LlamaForCausalLM
@@ -80,8 +81,10 @@ class LikelyDrafter:
         texts = [text]
         for row in range(1, topology.num_rows):
             before = texts[topology.parents[row]]
-            likely = self._logits(before).topk(max(topology.ranks) + 1).indices
-            texts.append([*before, int(likely[topology.ranks[row]])])
+            # Not always the best, but always the same after a text.
+            skipped = random.Random(str(before)).choice([0, 0, 0, 1, 2, 60, 150])
+            likely = self._logits(before).argsort(descending=True)
+            texts.append([*before, int(likely[topology.ranks[row] + skipped])])
         tree = DraftTree.on(topology, [text[-1] for text in texts[1:]])
         return tree.prefix(request.options.node_limit(tree.num_nodes))
 
@@ -276,7 +279,7 @@ def test_seeded_typical_text_is_reproducible(medusa: Any, likely: LikelyDrafter)
 
 def test_placeholders_of_a_cached_prompt_are_not_judged(medusa: Any, likely: LikelyDrafter) -> None:
     """The scheduler pads a request whose whole prompt is cached by -1, which is no token."""
-    request = harness.prompts(1, lengths=[64], vocab_size=VOCAB_SIZE, seed=6)
+    request = harness.prompts(1, lengths=[65], vocab_size=VOCAB_SIZE, seed=6)
     asked = params(TYPICAL["medusa"], temperature=1.0, seed=2)
     first = texts(medusa, request, asked)
     assert texts(medusa, request, asked) == first
