@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 MAX_NUM_SPECULATIVE_TOKENS = 63
 
@@ -30,14 +30,19 @@ class MedusaConfig(BaseModel):
     num_speculative_tokens: int | None = Field(default=None, ge=1, le=MAX_NUM_SPECULATIVE_TOKENS)
     """Most nodes of a tree, root excluded. None: the size of `tree`, else 15."""
 
-    tree: str | list[list[int]] = "dynamic"
+    tree: str | list[list[int] | tuple[int, ...]] = "dynamic"
     """"dynamic": each step the most probable nodes by the heads' own probabilities; "static": the
     tree that is best on average under the heads' calibration; or a static tree as
-    `medusa_choices`: a list of paths, its JSON text, or a JSON file."""
+    `medusa_choices`: a list of paths, its text, or a file, spelled as FasterDecoding,
+    TensorRT-LLM or RTP-LLM do (`tree/choices.py`)."""
 
     sizes: Literal["auto", "fixed"] = "auto"
     """"auto": each step as many nodes as pay, by the measured cost of a step, the load and what
     was accepted lately; "fixed": always as many as are allowed."""
+
+    lookup: bool | None = None
+    """Whether candidates from prompt look-up (n-grams of the request's own text) join the trees.
+    None: where the trees are dynamic, which they need."""
 
     draft_vocab_size: Annotated[int, Field(ge=1)] | Literal["auto", "full"] = "auto"
     """How many of the most frequent tokens the heads may propose. "auto": 4096 where the heads
@@ -53,6 +58,19 @@ class MedusaConfig(BaseModel):
 
     typical_alpha: float = Field(default=0.3, gt=0, allow_inf_nan=False)
     """The typical rule also accepts above alpha * exp(-entropy of the target's distribution)."""
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether look-up is on."""
+        return self.tree == "dynamic" if self.lookup is None else self.lookup
+
+    @model_validator(mode="after")
+    def _look_up_needs_dynamic_trees(self) -> MedusaConfig:
+        if self.lookup and self.tree != "dynamic":
+            raise ValueError(
+                "lookup adds branches to dynamic trees: leave 'tree' out, or set 'lookup' to false"
+            )
+        return self
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> MedusaConfig:
@@ -71,7 +89,10 @@ def _explain(error: ValidationError) -> str:
     known = ", ".join(MedusaConfig.model_fields)
     lines = []
     for item in error.errors():
-        name = str(item["loc"][0]) if item["loc"] else "?"
+        if not item["loc"]:  # options that contradict each other
+            lines.append(str(item["ctx"]["error"]))
+            continue
+        name = str(item["loc"][0])
         if item["type"] == "extra_forbidden":
             lines.append(f"unknown option {name!r}; the options are: {known}")
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -11,10 +11,11 @@ import torch
 
 from medusa_plugin.accept import AcceptedPath
 from medusa_plugin.batch import StepRequest
+from medusa_plugin.branches import LookupSource
 from medusa_plugin.heads.base import DraftHeads
-from medusa_plugin.tree.budget import DraftSwitch, StepCosts, choose_sizes
+from medusa_plugin.tree.budget import DraftSwitch, Sizes, StepCosts, choose_sizes
 from medusa_plugin.tree.draft_tree import DraftTree, relations
-from medusa_plugin.tree.dynamic import FloatArray, Int64Array, RankedNodes, rank_nodes
+from medusa_plugin.tree.dynamic import Branches, FloatArray, Int64Array, RankedNodes, rank_nodes
 from medusa_plugin.tree.estimate import HeadCalibration, HeadsEstimate
 from medusa_plugin.tree.token_tree import TokenTree
 
@@ -39,6 +40,16 @@ class Drafter(Protocol):
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Drop what is kept for requests that ended."""
+        ...
+
+    def observe_step(self, num_rows: int, num_requests: int, seconds: float) -> None:
+        """Learn what a step took that did nothing but decode.
+
+        Args:
+            num_rows: verified, of all requests.
+            num_requests: of the batch; all of them drafted.
+            seconds: from its start until its drafts were there.
+        """
         ...
 
 
@@ -66,10 +77,14 @@ class TreeDrafter:
         tree: static topology of at most that many nodes, of which a prefix is drafted; None for
             the most probable nodes of each step.
         calibration: of the heads' probabilities, one per head.
+        lookup: whether branches from prompt look-up join; dynamic trees only.
         costs: what a step costs; None drafts as many nodes as allowed, whatever they cost. May be
             set later.
         max_rows: rows that the scheduler grants in a step.
     """
+
+    FIXED_MEMORY = 32
+    """Steps that the estimate of `StepCosts.fixed` reaches back."""
 
     def __init__(
         self,
@@ -78,6 +93,7 @@ class TreeDrafter:
         num_nodes: int,
         tree: TokenTree | None = None,
         calibration: Sequence[HeadCalibration] = (),
+        lookup: bool = False,
         costs: StepCosts | None = None,
         max_rows: int = 1 << 30,
     ) -> None:
@@ -91,6 +107,10 @@ class TreeDrafter:
         wanted = num_nodes if tree is None else max(tree.ranks) + 1
         self._top_k = min(wanted, heads.max_top_k)
         self._switch = DraftSwitch()
+        self._evaluated_heads = False
+        if lookup and tree is not None:
+            raise ValueError("branches from look-up need dynamic trees")
+        self._lookup = LookupSource() if lookup else None
 
     def draft(
         self,
@@ -101,23 +121,79 @@ class TreeDrafter:
         """See `Drafter.draft`."""
         ids = [request.request_id for request in requests]
         self.estimate.observe(ids, [path.tokens for path in paths])
-        batch = len(requests)
-        if self.costs is not None and not self._switch.should_draft(batch):
-            return [DraftTree.root_only()] * batch
+        branches = self._branches(requests, paths)
         limits = np.array([request.options.node_limit(self.num_nodes) for request in requests])
-        if not limits.any():
-            return [DraftTree.root_only()] * batch
-        return self._sized(self._ranked(requests, paths, hidden_states), limits)
+        if not limits.any():  # nobody wants a draft
+            self._evaluated_heads = False
+            return [DraftTree.root_only()] * len(requests)
+        if self.costs is None:
+            ranked = self._with_heads(requests, paths, hidden_states, branches)
+            return _trees(ranked, np.minimum(limits, np.isfinite(ranked.log_probs).sum(1)))
+        # What look-up alone would gain; without it, nothing.
+        ranked, sizes = self._without_heads(branches, limits)
+        self._evaluated_heads = self._switch.should_draft(len(requests))
+        if self._evaluated_heads:
+            without = sizes.gain
+            ranked = self._with_heads(requests, paths, hidden_states, branches)
+            sizes = self._sizes(ranked, limits)
+            self._judge(sizes.gain / without, len(requests))
+        return _trees(ranked, sizes.nodes)
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """See `Drafter.forget`."""
         self.estimate.forget(request_ids)
+        if self._lookup is not None:
+            self._lookup.forget(request_ids)
 
-    def _ranked(
+    def observe_step(self, num_rows: int, num_requests: int, seconds: float) -> None:
+        """See `Drafter.observe_step`."""
+        if self.costs is None:
+            return
+        known = float(self.costs.verify.at(np.array([num_rows], np.float64))[0])
+        if self._evaluated_heads:
+            known += self._draft_seconds(num_requests)
+        # A hiccup of the machine must not count for more than a step.
+        rest = min(max(seconds - known, 0.0), known)
+        fixed = self.costs.fixed + (rest - self.costs.fixed) / self.FIXED_MEMORY
+        self.costs = replace(self.costs, fixed=fixed)
+
+    def _draft_seconds(self, num_requests: int) -> float:
+        assert self.costs is not None
+        return float(self.costs.draft.at(np.array([num_requests], np.float64))[0])
+
+    def _branches(
+        self, requests: Sequence[StepRequest], paths: Sequence[AcceptedPath]
+    ) -> Branches | None:
+        if self._lookup is None:
+            return None
+        ids = [request.request_id for request in requests]
+        self._lookup.advance(
+            ids,
+            [request.committed for request in requests],
+            [np.array(path.tokens, np.int32) for path in paths],
+        )
+        branches = self._lookup.propose(ids, self.num_nodes)
+        if branches is not None:
+            # Beside the heads' chain a branch would fork.
+            branches.probs[[i for i, request in enumerate(requests) if request.chain_only]] = 0
+        return branches
+
+    def _without_heads(
+        self, branches: Branches | None, limits: Int64Array
+    ) -> tuple[RankedNodes, Sizes]:
+        """Nodes of the branches alone, and the sizes that pay."""
+        nothing = np.zeros((len(limits), 0, 0), np.int64)
+        ranked = rank_nodes(nothing, nothing.astype(np.float32), self.num_nodes, branches)
+        if branches is None:
+            return ranked, Sizes(np.zeros(len(limits), np.int64), 1.0)
+        return ranked, self._sizes(ranked, limits)
+
+    def _with_heads(
         self,
         requests: Sequence[StepRequest],
         paths: Sequence[AcceptedPath],
         hidden_states: torch.Tensor,
+        branches: Branches | None,
     ) -> RankedNodes:
         """Nodes that each request could draft, best first."""
         roots = torch.tensor([path.tokens[-1] for path in paths], dtype=torch.int64)
@@ -131,7 +207,7 @@ class TreeDrafter:
         chains = [i for i, request in enumerate(requests) if request.chain_only]
         if self._static is None:
             log_probs[chains, :, 1:] = -np.inf  # one candidate a head is a chain
-            return rank_nodes(tokens, log_probs, self.num_nodes)
+            return rank_nodes(tokens, log_probs, self.num_nodes, branches)
         ranked = self._on_static_tree(self._static, tokens, log_probs)
         for i in chains:
             _put_chain(ranked, i, tokens[i, :, 0], log_probs[i, :, 0])
@@ -148,28 +224,32 @@ class TreeDrafter:
         parents = np.tile(self.tree.parent_array, (len(tokens), 1))
         return RankedNodes(values, parents, tokens[:, static.heads, static.ranks])
 
-    def _sized(self, ranked: RankedNodes, limits: Int64Array) -> list[DraftTree]:
-        """The trees of the sizes that pay."""
-        batch = len(ranked.tokens)
-        sizes = np.minimum(limits, np.isfinite(ranked.log_probs).sum(1))
-        if self.costs is not None:
-            chosen = choose_sizes(
-                np.exp(ranked.log_probs), sizes, self.costs, self.max_rows - batch
-            )
-            requests = np.array([batch], np.float64)
-            plain = self.costs.fixed + float(self.costs.verify.at(requests)[0])
-            self._switch.judge(chosen.gain, float(self.costs.draft.at(requests)[0]) / plain)
-            sizes = chosen.nodes
-        largest = int(sizes.max(initial=0))
-        if not largest:
-            return [DraftTree.root_only()] * batch
-        parents = ranked.parents[:, :largest]
-        tokens = ranked.tokens[:, :largest]
-        depths, masks = relations(parents)
-        return [
-            DraftTree(tokens[i, :n], parents[i, :n], depths[i, : n + 1], masks[i, : n + 1])
-            for i, n in enumerate(sizes.tolist())
-        ]
+    def _sizes(self, ranked: RankedNodes, limits: Int64Array) -> Sizes:
+        """The sizes that pay."""
+        assert self.costs is not None
+        probs = np.exp(ranked.log_probs)
+        return choose_sizes(probs, limits, self.costs, self.max_rows - len(probs))
+
+    def _judge(self, gain: float, batch: int) -> None:
+        """Learn whether evaluating the heads paid; `gain` is the speed over that without them."""
+        assert self.costs is not None
+        rows = np.array([batch], np.float64)
+        plain = self.costs.fixed + float(self.costs.verify.at(rows)[0])
+        self._switch.judge(gain, self._draft_seconds(batch) / plain)
+
+
+def _trees(ranked: RankedNodes, sizes: Int64Array) -> list[DraftTree]:
+    """The first nodes of each request as a tree."""
+    largest = int(sizes.max(initial=0))
+    if not largest:
+        return [DraftTree.root_only()] * len(sizes)
+    parents = ranked.parents[:, :largest]
+    tokens = ranked.tokens[:, :largest]
+    depths, masks = relations(parents)
+    return [
+        DraftTree(tokens[i, :n], parents[i, :n], depths[i, : n + 1], masks[i, : n + 1])
+        for i, n in enumerate(sizes.tolist())
+    ]
 
 
 def _put_chain(

@@ -32,6 +32,7 @@ def test_defaults() -> None:
         ({"heads": "d", "draft_vocab_size": "some"}, "'draft_vocab_size'"),
         ({"heads": "d", "tree": 7}, "option 'tree'"),
         ({"heads": "d", "tree": [["a"]]}, "option 'tree'"),
+        ({"heads": "d", "tree": [[True]]}, "option 'tree'"),
         ({"heads": "d", "acceptance": "lossy"}, "'acceptance'.*'lossless' or 'typical'.*'lossy'"),
         ({"heads": "d", "typical_epsilon": 0}, "'typical_epsilon'.*greater than 0, got 0"),
         ({"heads": "d", "typical_epsilon": 1.0}, "'typical_epsilon'.*less than 1, got 1"),
@@ -57,5 +58,7 @@ def test_frozen() -> None:
 
 
 def test_round_trip_through_json_values() -> None:
-    config = MedusaConfig.from_options({"heads": "d", "tree": [[0], [0, 1]]})
-    assert MedusaConfig.from_options(config.model_dump()) == config
+    for tree in ([[0], [0, 1]], [(0,), (0, 1)]):
+        config = MedusaConfig.from_options({"heads": "d", "tree": tree})
+        assert config.tree == tree
+        assert MedusaConfig.from_options(config.model_dump()) == config

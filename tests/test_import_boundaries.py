@@ -23,6 +23,7 @@ ALL_PYTHON = [
 STAGES = {
     "config": set(),
     "embedded": set(),
+    "lookup": set(),
     "tree": {"tree"},
     "heads": {"heads"},
     "accept": {"tree"},
@@ -30,7 +31,8 @@ STAGES = {
     "request_options": {"config"},
     "batch": {"request_options", "tree"},
     "compact": {"accept"},
-    "draft": {"accept", "batch", "heads", "tree"},
+    "branches": {"lookup", "tree"},
+    "draft": {"accept", "batch", "branches", "heads", "tree"},
     "step": {"accept", "batch", "compact", "draft", "tree", "typical"},
 }
 

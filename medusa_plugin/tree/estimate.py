@@ -24,7 +24,7 @@ class HeadCalibration:
 
 
 @dataclass
-class _Evidence:
+class Evidence:
     """Hits against what was expected, older ones fading."""
 
     hits: float = 0.0
@@ -33,6 +33,16 @@ class _Evidence:
     def ratio(self, prior: float) -> float:
         """Hits per expected hit; `prior` hits as expected are taken for granted."""
         return (self.hits + prior) / (self.expected + prior)
+
+    def fade(self, factor: float) -> None:
+        """Let what is known count less."""
+        self.hits *= factor
+        self.expected *= factor
+
+    def add(self, hits: float, expected: float) -> None:
+        """Count a judgement."""
+        self.hits += hits
+        self.expected += expected
 
 
 @dataclass(frozen=True)
@@ -61,7 +71,7 @@ class HeadsEstimate:
 
     calibration: Sequence[HeadCalibration]
     _heads: FloatArray = field(init=False)
-    _requests: dict[str, _Evidence] = field(init=False, default_factory=dict)
+    _requests: dict[str, Evidence] = field(init=False, default_factory=dict)
     _offers: dict[str, _Offer] = field(init=False, default_factory=dict)
 
     HEAD_FADE = 0.998
@@ -109,7 +119,7 @@ class HeadsEstimate:
     def _request_ratios(self, request_ids: Sequence[str]) -> FloatArray:
         return np.array(
             [
-                self._requests.setdefault(request_id, _Evidence()).ratio(self.REQUEST_PRIOR)
+                self._requests.setdefault(request_id, Evidence()).ratio(self.REQUEST_PRIOR)
                 for request_id in request_ids
             ],
             np.float32,
@@ -119,8 +129,7 @@ class HeadsEstimate:
         """Judge the candidates of the step before by the tokens emitted since, one per request."""
         for request_id in request_ids:
             if (evidence := self._requests.get(request_id)) is not None:
-                evidence.hits *= self.REQUEST_FADE
-                evidence.expected *= self.REQUEST_FADE
+                evidence.fade(self.REQUEST_FADE)
         judged = [
             (offer, tokens, self._requests[request_id])
             for request_id, tokens in zip(request_ids, emitted, strict=True)
@@ -140,8 +149,7 @@ class HeadsEstimate:
         self._heads *= self.HEAD_FADE ** reached.sum(0)
         self._heads += hits.sum(0), (calibrated * reached).sum(0)
         for hit, (offer, _, evidence) in zip(hits[:, 0].tolist(), judged, strict=True):
-            evidence.hits += hit
-            evidence.expected += offer.expected
+            evidence.add(hit, offer.expected)
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Drop the records of requests that ended."""

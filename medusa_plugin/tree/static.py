@@ -1,14 +1,12 @@
-"""Static trees: read `medusa_choices`, or grow the best tree of a size from head accuracies."""
+"""Static trees: the one of given choices, or the best of a size by head accuracies."""
 
 from __future__ import annotations
 
 import heapq
-import json
 import math
 from collections.abc import Sequence
-from pathlib import Path as FilePath
-from typing import Any
 
+from medusa_plugin.tree.choices import parse_choices
 from medusa_plugin.tree.token_tree import MAX_ROWS, Path, TokenTree, TreeError
 
 MAX_RANK = 64
@@ -33,7 +31,7 @@ GENERIC_ACCURACIES: Accuracies = (
 
 
 def choose_tree(
-    tree: list[list[int]] | str,
+    tree: Sequence[Sequence[int]] | str,
     *,
     num_heads: int,
     num_nodes: int,
@@ -42,7 +40,7 @@ def choose_tree(
     """The tree to draft on.
 
     Args:
-        tree: see `parse_choices`; "static" for the best tree of `num_nodes` nodes.
+        tree: what `parse_choices` reads; "static" for the best tree of `num_nodes` nodes.
         num_heads: depth that a tree may have.
         num_nodes: size of the tree where it is grown; fewer where there are too few candidates.
         accuracies: entry [h][k] is how often candidate k of head h is right; None: unknown.
@@ -53,35 +51,6 @@ def choose_tree(
     if tree != STATIC:
         return tree_from_choices(parse_choices(tree), num_heads, MAX_RANK, accuracies)
     return grow_tree((accuracies or GENERIC_ACCURACIES)[:num_heads], num_nodes)
-
-
-def parse_choices(choices: list[list[int]] | str) -> list[Path]:
-    """`medusa_choices` from a list of paths, its JSON text, or the path of a JSON file.
-
-    Raises:
-        TreeError: names what is not a list of candidate ranks.
-    """
-    parsed: Any = choices
-    if isinstance(choices, str):
-        source = "the tree"
-        if not choices.lstrip().startswith(("[", "{")):
-            if not choices:
-                raise TreeError("the tree is an empty text: give a list of paths or a JSON file")
-            source = f"tree file {choices}"
-            try:
-                choices = FilePath(choices).read_text(encoding="utf-8")
-            except (OSError, ValueError) as error:
-                raise TreeError(f"{source} cannot be read: {error}") from error
-        try:
-            parsed = json.loads(choices)
-        except ValueError as error:
-            raise TreeError(f"{source} is not JSON, e.g. [[0], [1], [0, 0]]: {error}") from error
-    if not isinstance(parsed, list):
-        raise TreeError(f"a tree is a list of paths, e.g. [[0], [1], [0, 0]]; got {parsed!r}")
-    for path in parsed:
-        if not isinstance(path, (list, tuple)) or not all(type(rank) is int for rank in path):
-            raise TreeError(f"path {path!r} is not a list of integers, e.g. [0, 0]")
-    return [tuple(path) for path in parsed]
 
 
 def tree_from_choices(

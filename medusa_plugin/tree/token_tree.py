@@ -83,7 +83,9 @@ class TokenTree:
             ready = next((path for path in waiting if path[:-1] in rows), None)
             if ready is None:
                 orphan = next(iter(waiting))
-                raise TreeError(f"path {list(orphan)} has no parent {list(orphan[:-1])}")
+                raise TreeError(
+                    f"path {list(orphan)} has no parent {list(orphan[:-1])}: list that path too"
+                )
             rows[ready] = len(rows)
             del waiting[ready]
         nodes = [path for path in rows if path]

@@ -14,6 +14,7 @@ _FLAGS = {
     "heads": "--medusa-heads",
     "tree": "--medusa-tree",
     "sizes": "--medusa-sizes",
+    "lookup": "--medusa-lookup",
     "draft_vocab_size": "--medusa-draft-vocab-size",
     "acceptance": "--medusa-acceptance",
     "typical_epsilon": "--medusa-typical-epsilon",
@@ -53,7 +54,7 @@ def add_arguments(parser: Any) -> Any:
         metavar="dynamic|static|CHOICES",
         default=argparse.SUPPRESS,
         help="dynamic (the most probable nodes of each step), static (best on average under the "
-        "heads' calibration), or medusa_choices: JSON text or a JSON file. Default: dynamic.",
+        "heads' calibration), or medusa_choices: a text or a file. Default: dynamic.",
     )
     group.add_argument(
         "--medusa-sizes",
@@ -61,6 +62,13 @@ def add_arguments(parser: Any) -> Any:
         default=argparse.SUPPRESS,
         help="auto: as many nodes as pay, by measured cost, load and acceptance; fixed: always "
         "as many as allowed. Default: auto.",
+    )
+    group.add_argument(
+        "--medusa-lookup",
+        action=argparse.BooleanOptionalAction,
+        default=argparse.SUPPRESS,
+        help="Let candidates from the request's own text (n-grams) join the trees. Default: on "
+        "with dynamic trees, which it needs.",
     )
     group.add_argument(
         "--medusa-draft-vocab-size",

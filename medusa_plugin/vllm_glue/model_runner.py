@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 from functools import cached_property
 from types import ModuleType
@@ -88,6 +89,7 @@ class MedusaModelRunner(GPUModelRunner):
         self._granted: GrantedTrees | None = None
         self._sample_hidden_states: torch.Tensor | None = None
         self._drafts: list[DraftTree | None] = []
+        self._step_started = 0.0
         self.kv_cache_group: KVCacheGroup | None = None
 
     # Start-up
@@ -126,6 +128,7 @@ class MedusaModelRunner(GPUModelRunner):
     # Before the forward pass
 
     def _update_states(self, scheduler_output: Any) -> Any:
+        self._step_started = time.perf_counter()
         if scheduler_output.finished_req_ids:
             self.medusa_drafter.forget(scheduler_output.finished_req_ids)
         for request_id in scheduler_output.finished_req_ids:
@@ -210,11 +213,23 @@ class MedusaModelRunner(GPUModelRunner):
             self._sample_hidden_states = self.execute_model_state.sample_hidden_states
         try:
             output: ModelRunnerOutput = super().sample_tokens(grammar_output)
+            self._observe_step()
             return output
         finally:
             self._sample_hidden_states = None
             self._granted = None
             self._drafts = []
+
+    def _observe_step(self) -> None:
+        """Tell the drafter what the step took, if all it did was to decode."""
+        granted = self._granted
+        if granted is None or None in self._drafts:
+            return
+        num_rows = sum(tree.num_rows for tree in granted.trees)
+        # More rows than the trees have belong to prefills.
+        if num_rows == self.query_start_loc.np[len(granted.trees)]:
+            seconds = time.perf_counter() - self._step_started
+            self.medusa_drafter.observe_step(num_rows, len(granted.trees), seconds)
 
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
         granted = self._granted

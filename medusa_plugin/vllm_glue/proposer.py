@@ -48,6 +48,7 @@ class MedusaProposer:
             heads,
             num_nodes=plan.num_nodes,
             tree=plan.topology,
+            lookup=self._config.looks_up,
             max_rows=self._vllm_config.scheduler_config.max_num_batched_tokens,
         )
         logger.info("medusa heads loaded in %.2f s", time.perf_counter() - started)

@@ -99,7 +99,11 @@ def _is_greedy(params: SamplingParams) -> bool:
 def typical_conflicts(params: SamplingParams) -> list[str]:
     """The parameters of a request that exclude typical acceptance, with their values."""
     values = {name: getattr(params, name) for name in _NEUTRAL}
-    return [f"{name}={reprlib.repr(value)}" for name, value in values.items() if value not in _NEUTRAL[name]]
+    return [
+        f"{name}={reprlib.repr(value)}"
+        for name, value in values.items()
+        if value not in _NEUTRAL[name]
+    ]
 
 
 class RunningRequests:

@@ -118,13 +118,14 @@ def finish_engine_config(vllm_config: Any) -> None:
     _require_draft_vocabulary(config, heads, plan)
     _require_processors(config, model_config)
     logger.info(
-        "medusa %s: heads %s (%s), %s, sizes %s, draft vocabulary %s, acceptance %s; not supported "
-        "with it: see README, section Support.",
+        "medusa %s: heads %s (%s), %s, sizes %s, look-up %s, draft vocabulary %s, acceptance %s; "
+        "not supported with it: see README, section Support.",
         __version__,
         config.heads,
         heads.describe(),
         plan.describe(),
         config.sizes,
+        "on" if config.looks_up else "off",
         config.draft_vocab_size,
         "typical (LOSSY)" if config.acceptance == "typical" else "lossless (greedy and sampled)",
     )

@@ -79,6 +79,9 @@ class PlantedDrafter:
     def forget(self, request_ids: Iterable[str]) -> None:
         """See `medusa_plugin.draft.Drafter`; nothing is kept by request."""
 
+    def observe_step(self, num_rows: int, num_requests: int, seconds: float) -> None:
+        """See `medusa_plugin.draft.Drafter`; costs do not matter."""
+
     def _future(self, sequence: Prefix) -> list[int]:
         for prompt, output in self.futures.items():
             known = (*prompt, *output)

@@ -18,10 +18,14 @@ CHATS = [[{"role": "user", "content": question}] for (question,) in QUESTIONS]
 BF16_LOGIT_GAP = 0.5
 
 
-def engines(dtype: str) -> Iterator[tuple[Any, Any]]:
+# Sizes by cost depend on the machine; these show what the heads can do.
+FIVE_NODES = {"num_speculative_tokens": 5, "sizes": "fixed"}
+
+
+def engines(dtype: str, **medusa: Any) -> Iterator[tuple[Any, Any]]:
     """Plain and Medusa engines with equal settings."""
     made = []
-    for options in ({}, {"speculative_config": {"method": "medusa"}}):
+    for options in ({}, {"speculative_config": {"method": "medusa", **medusa}}):
         made.append(
             LLM(
                 model=str(ensure_embedded_model(progress=False)),
@@ -40,7 +44,7 @@ def engines(dtype: str) -> Iterator[tuple[Any, Any]]:
 
 @pytest.fixture(scope="module")
 def float32() -> Iterator[tuple[Any, Any]]:
-    yield from engines("float32")
+    yield from engines("float32", **FIVE_NODES)
 
 
 @pytest.fixture(scope="module")

@@ -54,6 +54,9 @@ class LikelyDrafter:
     def forget(self, request_ids: Iterable[str]) -> None:
         """Nothing is kept by request."""
 
+    def observe_step(self, num_rows: int, num_requests: int, seconds: float) -> None:
+        """Sizes do not follow the cost."""
+
     def _check(self, request: StepRequest, path: AcceptedPath) -> None:
         tree = request.tree
         if not tree.num_nodes:

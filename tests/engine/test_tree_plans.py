@@ -67,6 +67,7 @@ class Watched:
         self.accepted: list[int] = []
         self.proposed: list[int] = []
         """Nodes of the whole batch by step."""
+        self.steps: list[tuple[int, int, float]] = []
 
     def draft(
         self,
@@ -88,6 +89,9 @@ class Watched:
 
     def forget(self, request_ids: Iterable[str]) -> None:
         self.drafter.forget(request_ids)
+
+    def observe_step(self, num_rows: int, num_requests: int, seconds: float) -> None:
+        self.steps.append((num_rows, num_requests, seconds))
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +142,9 @@ def test_output_is_that_of_plain_decoding(
         tree = tree.prefix(NUM_NODES)
     watched = run(plain, medusa, hit_rate, tree=tree, costs=costs)
     assert (sum(watched.accepted) > 0) == (hit_rate > 0)
+    assert all(rows >= requests and seconds > 0 for rows, requests, seconds in watched.steps)
+    verified = sum(rows - requests for rows, requests, _ in watched.steps)
+    assert 0 < verified <= sum(watched.proposed) or costs is ROWS_COST_AFTER_FOUR
     if costs is not ROWS_COST_AFTER_FOUR:
         assert any(not draft.is_chain for draft in watched.verified)
     if costs is None:
@@ -150,6 +157,21 @@ def test_seeded_sampling_equals_plain_decoding(plain: Any, medusa: Any) -> None:
     params = SamplingParams(temperature=0.9, seed=11, max_tokens=30, ignore_eos=True)
     watched = run(plain, medusa, 0.8, params, costs=FREE)
     assert sum(watched.accepted) > 0
+
+
+@pytest.mark.parametrize("hit_rate", [0.0, 0.7])
+@pytest.mark.parametrize("costs", [None, FREE, STEEP], ids=["fixed", "free", "steep"])
+def test_branches_of_repeating_text_are_accepted(
+    plain: Any, medusa: Any, costs: StepCosts | None, hit_rate: float
+) -> None:
+    # Nothing but these few tokens may come, so the text is full of repeats.
+    params = SamplingParams(
+        temperature=0, max_tokens=60, ignore_eos=True, allowed_token_ids=[1, 2, 3]
+    )
+    watched = run(plain, medusa, hit_rate, params, lookup=True, costs=costs)
+    if costs is not STEEP:
+        assert max(watched.accepted) > PlantedHeads.num_heads, "no branch went beyond the heads"
+    assert not (set(watched.drafter._lookup._requests) - set(harness.runner_of(medusa).requests))
 
 
 def test_trees_that_lose_vanish(plain: Any, medusa: Any) -> None:

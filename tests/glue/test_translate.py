@@ -97,7 +97,9 @@ def test_heads_beside_the_model(tmp_path: Path) -> None:
         (speculative(heads="/other"), {}, "'heads' is '/other'.*give it once"),
         (speculative(draft_vocab_size=0), {}, "'draft_vocab_size'.*greater than or equal to 1"),
         (speculative(tree=""), {}, "empty text"),
-        (speculative(tree='{"a": 1}'), {}, "a tree is a list of paths"),
+        (speculative(tree="static", lookup=True), {}, "lookup adds branches to dynamic trees"),
+        (speculative(sizes="big"), {}, "'sizes'.*'big'"),
+        (speculative(tree='{"a": 1}'), {}, "exactly one of the keys medusa_choices"),
     ],
 )
 def test_contradictions_and_mistakes_are_named(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import json
-from pathlib import Path
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +14,6 @@ from medusa_plugin.tree.static import (
     MAX_RANK,
     choose_tree,
     grow_tree,
-    parse_choices,
     path_value,
     tree_from_choices,
 )
@@ -47,16 +45,36 @@ tables = st.lists(st.lists(st.floats(0, 1), min_size=1, max_size=3), min_size=1,
 
 @settings(max_examples=40, deadline=None)
 @given(tables, st.integers(1, 5))
-def test_no_tree_of_the_same_size_beats_a_grown_one(
+def test_no_tree_beats_a_grown_one_or_the_prefix_of_its_size(
     accuracies: list[list[float]], num_nodes: int
 ) -> None:
     # Tables need not fall with the rank: a calibration on little text does not.
     grown = grow_tree(accuracies, num_nodes)
-    best = max(
-        sum(path_value(path, accuracies) for path in paths)
-        for paths in every_tree(accuracies, grown.num_nodes)
-    )
-    assert expected_accepted(grown, accuracies) == pytest.approx(best, abs=1e-12)
+    for size in range(1, grown.num_nodes + 1):  # a scheduler may grant any prefix
+        best = max(
+            sum(path_value(path, accuracies) for path in paths)
+            for paths in every_tree(accuracies, size)
+        )
+        assert expected_accepted(grown.prefix(size), accuracies) == pytest.approx(best, abs=1e-12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(tables, tables, st.integers(1, 6), st.randoms(use_true_random=False))
+def test_every_prefix_of_a_given_tree_is_the_best_of_its_subtrees(
+    shape: list[list[float]], accuracies: list[list[float]], num_nodes: int, random: Random
+) -> None:
+    # A tree that others chose, and accuracies of our own that may not even know all its paths.
+    choices = [tuple(path) for path in grow_tree(shape, num_nodes).choices]
+    random.shuffle(choices)
+    tree = tree_from_choices(choices, len(shape), MAX_RANK, accuracies)
+    assert {tuple(path) for path in tree.choices} == set(choices)
+    for size in range(1, len(choices) + 1):
+        best = max(
+            sum(path_value(path, accuracies) for path in chosen)
+            for chosen in itertools.combinations(choices, size)
+            if all(len(path) == 1 or path[:-1] in chosen for path in chosen)
+        )
+        assert expected_accepted(tree.prefix(size), accuracies) == pytest.approx(best, abs=1e-12)
 
 
 def test_three_levels_are_optimal_too() -> None:
@@ -87,44 +105,11 @@ def test_sizes_out_of_range_are_refused(num_nodes: int) -> None:
         grow_tree([[0.5]], num_nodes)
 
 
-def test_choices_are_read_from_a_list_its_json_and_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "tree.json"
-    file.write_text(json.dumps(PATHS))
-    expected = [(0,), (1,), (0, 0)]
-    assert parse_choices(PATHS) == expected
-    assert parse_choices(" [[0], [1], [0, 0]]") == expected
-    assert parse_choices(str(file)) == expected
-
-
-@pytest.mark.parametrize(
-    ("choices", "message"),
-    [
-        ("[[0], [1", "the tree is not JSON"),
-        ("/no/such/tree.json", "tree file /no/such/tree.json cannot be read"),
-        ([[0], 3], "path 3 is not a list of integers"),
-        ([[0], [0, 1.5]], r"path \[0, 1.5\] is not a list of integers"),
-        ([[0], ["1"]], r"path \['1'\] is not a list of integers"),
-        ([[True]], r"path \[True\] is not a list of integers"),
-        ({"tree": []}, "a tree is a list of paths"),
-    ],
-)
-def test_what_is_no_list_of_paths_is_refused(choices: object, message: str) -> None:
-    with pytest.raises(TreeError, match=message):
-        parse_choices(choices)  # type: ignore[arg-type]
-
-
-def test_a_file_that_holds_something_else_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "tree.json"
-    file.write_text("not json")
-    with pytest.raises(TreeError, match=f"tree file {file} is not JSON"):
-        parse_choices(str(file))
-
-
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
         ([], "the tree has no paths"),
-        ([(0,), (1, 0)], r"path \[1, 0\] has no parent \[1\]"),
+        ([(0,), (1, 0)], r"path \[1, 0\] has no parent \[1\]: list that path too"),
         ([(0,), (1,), (0,)], r"path \[0\] is given more than once"),
         ([(0,), ()], r"path \[\] is the root"),
         ([(0,), (0, 0), (0, 0, 0)], r"path \[0, 0, 0\] is 3 deep, but there are 2 heads"),
