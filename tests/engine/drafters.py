@@ -129,6 +129,8 @@ class LikelyDrafter:
         self.accepted: list[int] = []
         """Of every verified tree."""
         self.judged, self.close, self.placeholders = 0, 0, 0
+        self.temperatures: set[float] = set()
+        """By which the typical rule judged."""
 
     def draft(
         self,
@@ -160,6 +162,7 @@ class LikelyDrafter:
         self.accepted.append(len(path.rows))
         if request.typical_temperature is None:
             return
+        self.temperatures.add(request.typical_temperature)
         texts = [request.committed.tolist()]
         for row in range(1, tree.num_rows):
             texts.append([*texts[tree.parents[row - 1]], int(tree.tokens[row - 1])])

@@ -65,6 +65,7 @@ def test_typical_paths_are_those_of_the_rule(
     before = accepted.typical, accepted.lossless
     asked = params(TYPICAL, temperature=temperature, seed=1)
     assert [len(text) for text in harness.texts(medusa, requests, asked)] == [32] * 4
+    assert likely.temperatures == {temperature}
     assert likely.judged > 20 * likely.close
     assert likely.judged > 20
     assert len(set(likely.accepted)) > 2
