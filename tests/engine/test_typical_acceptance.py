@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from medusa_plugin.tree.token_tree import TokenTree
 from medusa_plugin.typical import TypicalRule
@@ -153,6 +155,23 @@ def test_settings_of_ended_requests_are_dropped(medusa: Any, likely: LikelyDraft
         harness.texts(medusa, [[1, 2, 3]], params(TYPICAL, temperature=1.0))
         assert len(runner._running._settings) == 1
         assert set(runner._running._settings) <= set(runner.requests)
+
+
+def test_a_session_that_streams_its_input_may_change_its_parameters(
+    medusa: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM schedules each piece as a new request under the same id, without finishing it."""
+    runner = harness.runner_of(medusa)
+    before = runner._running.settings("session", params(TYPICAL, temperature=0.5))
+    assert before.typical_temperature == 0.5
+    monkeypatch.setattr(GPUModelRunner, "_update_states", lambda self, output: None)
+    piece = SimpleNamespace(req_id="session")
+    runner._update_states(
+        SimpleNamespace(finished_req_ids=(), preempted_req_ids=(), scheduled_new_reqs=[piece])
+    )
+    after = runner._running.settings("session", params(temperature=0.5))
+    assert after.typical_temperature is None
+    runner._running.forget(["session"])
 
 
 # Typical acceptance as the engine's default
