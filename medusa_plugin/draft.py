@@ -122,7 +122,10 @@ class TreeDrafter:
         ids = [request.request_id for request in requests]
         self.estimate.observe(ids, [path.tokens for path in paths])
         branches = self._branches(requests, paths)
-        limits = np.full(len(requests), self.num_nodes)
+        limits = np.array([request.options.node_limit(self.num_nodes) for request in requests])
+        if not limits.any():  # nobody wants a draft
+            self._evaluated_heads = False
+            return [DraftTree.root_only()] * len(requests)
         if self.costs is None:
             ranked = self._with_heads(requests, paths, hidden_states, branches)
             return _trees(ranked, np.minimum(limits, np.isfinite(ranked.log_probs).sum(1)))
