@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import typer
-from ops.report import markdown, replace_section
+from ops.report import SECTION, markdown
 from ops.results import ParityError, summarise
+from record.markdown import replace_section
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -64,7 +65,7 @@ def main(
         if into is None:
             print(text)
         else:
-            into.write_text(replace_section(into.read_text(), text))
+            into.write_text(replace_section(into.read_text(), SECTION, text))
         return
     counts = thread_counts(threads)
     if only not in ("", "attention", "compaction"):
@@ -102,10 +103,10 @@ def measure(
     threads: list[int], quick: bool, only: str, seconds: float, step_ms: float
 ) -> dict[str, Any]:
     """All that results.json holds. Raises ParityError if any kernel is wrong."""
-    from ops.circumstances import circumstances
     from ops.machine import Machine, measure_limits
     from ops.shapes import NOTES
     from ops.timing import Repeats
+    from record.circumstances import circumstances
 
     from tvm_ops.targets import cpu_flags
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 
 import pytest
-from ops.report import BEGIN, END, markdown, replace_section
+from ops.report import SECTION, markdown
 from ops.results import ParityError, check_parity, summarise
 from ops.shapes import attention_shapes, compaction_shapes, every
 from ops.timing import Repeats, compare, time_pair
+from record.markdown import markers, replace_section
 
 
 def attention_record(isa="vec", dtype="bfloat16", threads=1, context=128, **ratios):
@@ -158,9 +159,10 @@ def test_markdown_goes_between_the_markers():
     assert "0123456789ab with uncommitted changes" in text
     assert "| `worst_ratio_vs_vllm_amx` | none: no amx_bf16 |" in text
     assert "| vec | bfloat16 | 64 | 2 | 1.20 (1.20) | - | 0.50 (0.50) |" in text
-    document = f"before\n{BEGIN}\nold\n{END}\nafter\n"
-    once = replace_section(document, text)
+    begin, end = markers(SECTION)
+    document = f"before\n{begin}\nold\n{end}\nafter\n"
+    once = replace_section(document, SECTION, text)
     assert once.startswith("before\n") and once.endswith("\nafter\n") and "old" not in once
-    assert replace_section(once, text) == once
+    assert replace_section(once, SECTION, text) == once
     with pytest.raises(ValueError, match="once each"):
-        replace_section("no markers", text)
+        replace_section("no markers", SECTION, text)

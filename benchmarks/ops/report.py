@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-BEGIN, END = "<!-- bench_ops:begin -->", "<!-- bench_ops:end -->"
+from record.markdown import circumstances_text, summary_table, table
+
+SECTION = "bench_ops"
 
 Records = Sequence[Mapping[str, Any]]
 _RIVALS = {
@@ -17,17 +19,9 @@ _RIVALS = {
 }
 
 
-def replace_section(document: str, text: str) -> str:
-    """`document` with what is between its two markers replaced. Raises ValueError without them."""
-    if document.count(BEGIN) != 1 or document.count(END) != 1:
-        raise ValueError(f"expected {BEGIN} and {END} once each")
-    before, rest = document.split(BEGIN)
-    return f"{before}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}"
-
-
 def markdown(results: Mapping[str, Any]) -> str:
     """Circumstances and tables."""
-    parts = [_circumstances(results), _summary(results["summary"]), _limits(results["limits"])]
+    parts = [_circumstances(results), summary_table(results["summary"]), _limits(results["limits"])]
     if results["attention"]:
         parts.append(_attention(results["attention"]))
     if results["compaction"]:
@@ -35,36 +29,11 @@ def markdown(results: Mapping[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def _table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
-    head = list(head)
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
-
-
 def _circumstances(results: Mapping[str, Any]) -> str:
-    cpu = results["cpu"]
-    flags = " ".join(flag for flag, has in cpu["flags"].items() if has)
-    missing = " ".join(flag for flag, has in cpu["flags"].items() if not has)
-    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-    state = " with uncommitted changes" if results["git_dirty"] else ""
-    quick = " Only an eighth of the shapes (--quick)." if results["quick"] else ""
-    threads = " and ".join(map(str, results["threads"]))
-    lines = [
-        f"`{results['command']}` at {results['git_sha'][:12]}{state}, {results['time']}.{quick}",
-        f"{cpu['model']}: {flags}; without {missing or 'nothing'}. Threads: {threads}.",
-        f"Versions: {versions}.",
-        *(f"Note: {note}." for note in results["notes"]),
-    ]
-    return "\n".join(lines)
-
-
-def _summary(summary: Mapping[str, Any]) -> str:
-    rows = []
-    for name, value in summary.items():
-        if not name.endswith("_reason"):
-            reason = summary.get(f"{name}_reason")
-            rows.append([f"`{name}`", value if value is not None else f"none: {reason or 'n/a'}"])
-    return _table(["figure", "value"], rows)
+    quick = "Only an eighth of the shapes (--quick)." if results["quick"] else ""
+    threads = f"Threads: {' and '.join(map(str, results['threads']))}."
+    notes = [f"Note: {note}." for note in results["notes"]]
+    return "\n".join([circumstances_text(results, quick, threads), *notes])
 
 
 def _limits(limits: Records) -> str:
@@ -79,7 +48,7 @@ def _limits(limits: Records) -> str:
         ]
         for limit in limits
     ]
-    return "Limits of the machine, measured in the same run:\n\n" + _table(head, rows)
+    return "Limits of the machine, measured in the same run:\n\n" + table(head, rows)
 
 
 def _attention(records: Records) -> str:
@@ -99,9 +68,9 @@ def _attention(records: Records) -> str:
         "Time of tree_attention over that of vLLM's kernel, by context: median (worst) over "
         "rows and batches; below 1 ours is faster. Last: share of the machine's limit, median "
         "(best).\n\n"
-        + _table([*keys, *map(str, contexts), "of limit"], ratios)
+        + table([*keys, *map(str, contexts), "of limit"], ratios)
         + "\n\nHow many times faster than each: median (least).\n\n"
-        + _table([*keys, *_RIVALS.values()], speedups)
+        + table([*keys, *_RIVALS.values()], speedups)
     )
 
 
@@ -138,4 +107,4 @@ def _compaction(records: Records) -> str:
         for r in records
         if r["batch"] in (1, 64) or len(records) < 20
     ]
-    return "Compaction, 4 moves a request (batches 1 and 64):\n\n" + _table(head, rows)
+    return "Compaction, 4 moves a request (batches 1 and 64):\n\n" + table(head, rows)

