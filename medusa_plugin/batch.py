@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from medusa_plugin.request_options import RequestOptions
 from medusa_plugin.tree.draft_tree import DraftTree
 
 
@@ -27,3 +28,8 @@ class StepRequest:
     """False where the step's token is discarded (a prefill chunk): no new draft."""
     chain_only: bool
     """True where the host can follow only a chain (structured output)."""
+    options: RequestOptions
+    """What the request itself asked for."""
+    typical_temperature: float | None
+    """Temperature, above 0, of a request whose drafts are accepted by the typical rule, which is
+    lossy; None: lossless acceptance."""

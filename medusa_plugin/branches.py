@@ -45,14 +45,14 @@ class LookupSource:
 
     def __init__(self) -> None:
         self._requests: dict[str, _Request] = {}
-        self._hits = np.zeros(MAX_MATCH_LENGTH + 1)
-        self._trials = np.zeros(MAX_MATCH_LENGTH + 1)
-
-    def hit_rates(self) -> npt.NDArray[np.float64]:
-        """`[MAX_MATCH_LENGTH + 1]` chance of the next token by how many agree before it."""
         prior = self.PRIOR * np.array(PRIOR_HIT_RATE)
-        rates: npt.NDArray[np.float64] = (self._hits + prior) / (self._trials + self.PRIOR)
-        return rates
+        self._hits: list[float] = prior.tolist()
+        self._trials = [self.PRIOR] * (MAX_MATCH_LENGTH + 1)
+
+    def hit_rate(self, agreeing: int) -> float:
+        """Chance of the next token where so many agree before it."""
+        agreeing = min(agreeing, MAX_MATCH_LENGTH)
+        return self._hits[agreeing] / self._trials[agreeing]
 
     def advance(
         self, request_ids: Sequence[str], committed: Sequence[IntArray], emitted: Sequence[IntArray]
@@ -65,7 +65,9 @@ class LookupSource:
             emitted: `[m_i]` what this step added to it.
         """
         for request_id, before, new in zip(request_ids, committed, emitted, strict=True):
-            request = self._requests.setdefault(request_id, _Request())
+            request = self._requests.get(request_id)
+            if request is None:
+                request = self._requests[request_id] = _Request()
             self._judge(request, new.tolist())
             known = request.index.num_tokens
             text = np.concatenate([before[known:], new]) if known < len(before) else new
@@ -81,7 +83,7 @@ class LookupSource:
         batch = len(request_ids)
         tokens = np.full((batch, length), -1, np.int64)
         probs = np.zeros((batch, length), np.float32)
-        rates = self.hit_rates()
+        rates = np.array([self.hit_rate(n) for n in range(MAX_MATCH_LENGTH + length)])
         found = False
         for i, request_id in enumerate(request_ids):
             request = self._requests[request_id]
@@ -90,9 +92,9 @@ class LookupSource:
                 continue
             found = True
             tokens[i] = branch.tokens
-            agreeing = np.minimum(branch.match_length + np.arange(length), MAX_MATCH_LENGTH)
-            probs[i] = np.minimum(rates[agreeing] * request.evidence.ratio(self.REQUEST_PRIOR), 1.0)
-        return Branches(tokens, probs) if found else None
+            ratio = request.evidence.ratio(self.REQUEST_PRIOR)
+            probs[i] = ratio * rates[branch.match_length : branch.match_length + length]
+        return Branches(tokens, np.minimum(probs, 1.0, out=probs)) if found else None
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Drop the texts of requests that ended."""
@@ -104,10 +106,9 @@ class LookupSource:
         offer, request.offer = request.offer, None
         if offer is None:
             return
-        rates = self.hit_rates()
         for j, (token, right) in enumerate(zip(offer.tokens.tolist(), emitted, strict=False)):
             agreeing = min(offer.match_length + j, MAX_MATCH_LENGTH)
-            request.evidence.add(float(token == right), float(rates[agreeing]))
+            request.evidence.add(float(token == right), self.hit_rate(agreeing))
             self._hits[agreeing] = self.FADE * self._hits[agreeing] + (token == right)
             self._trials[agreeing] = self.FADE * self._trials[agreeing] + 1
             if token != right:

@@ -48,6 +48,17 @@ class MedusaConfig(BaseModel):
     """How many of the most frequent tokens the heads may propose. "auto": 4096 where the heads
     come with a frequency ranking, otherwise all; "full": all."""
 
+    acceptance: Literal["lossless", "typical"] = "lossless"
+    """Rule by which drafts are accepted where a request does not say. "lossless": the output is
+    the target's own; "typical": Medusa's rule, LOSSY above temperature 0."""
+
+    typical_epsilon: float = Field(default=0.09, gt=0, lt=1)
+    """Probability from which the typical rule accepts a token in any case. Requests may ask for
+    typical acceptance, so this and `typical_alpha` count under every `acceptance`."""
+
+    typical_alpha: float = Field(default=0.3, gt=0, allow_inf_nan=False)
+    """The typical rule also accepts above alpha * exp(-entropy of the target's distribution)."""
+
     @property
     def looks_up(self) -> bool:
         """Whether look-up is on."""

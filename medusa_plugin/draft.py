@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -13,7 +13,7 @@ from medusa_plugin.accept import AcceptedPath
 from medusa_plugin.batch import StepRequest
 from medusa_plugin.branches import LookupSource
 from medusa_plugin.heads.base import DraftHeads
-from medusa_plugin.tree.budget import DraftSwitch, Sizes, StepCosts, choose_sizes
+from medusa_plugin.tree.budget import CostLearner, DraftSwitch, Sizes, StepCosts, choose_sizes
 from medusa_plugin.tree.draft_tree import DraftTree, relations
 from medusa_plugin.tree.dynamic import Branches, FloatArray, Int64Array, RankedNodes, rank_nodes
 from medusa_plugin.tree.estimate import HeadCalibration, HeadsEstimate
@@ -83,9 +83,6 @@ class TreeDrafter:
         max_rows: rows that the scheduler grants in a step.
     """
 
-    FIXED_MEMORY = 32
-    """Steps that the estimate of `StepCosts.fixed` reaches back."""
-
     def __init__(
         self,
         heads: DraftHeads,
@@ -100,7 +97,6 @@ class TreeDrafter:
         self.heads = heads
         self.num_nodes = num_nodes
         self.tree = tree
-        self.costs = costs
         self.max_rows = max_rows
         self.estimate = HeadsEstimate(calibration or [HeadCalibration()] * heads.num_heads)
         self._static = None if tree is None else _Static.of(tree)
@@ -111,6 +107,17 @@ class TreeDrafter:
         if lookup and tree is not None:
             raise ValueError("branches from look-up need dynamic trees")
         self._lookup = LookupSource() if lookup else None
+        self._learner: CostLearner | None = None
+        self.costs = costs
+
+    @property
+    def costs(self) -> StepCosts | None:
+        """What a step costs, as far as known by now."""
+        return None if self._learner is None else self._learner.costs
+
+    @costs.setter
+    def costs(self, costs: StepCosts | None) -> None:
+        self._learner = None if costs is None else CostLearner(costs)
 
     def draft(
         self,
@@ -122,7 +129,10 @@ class TreeDrafter:
         ids = [request.request_id for request in requests]
         self.estimate.observe(ids, [path.tokens for path in paths])
         branches = self._branches(requests, paths)
-        limits = np.full(len(requests), self.num_nodes)
+        limits = np.array([request.options.node_limit(self.num_nodes) for request in requests])
+        if not limits.any():  # nobody wants a draft
+            self._evaluated_heads = False
+            return [DraftTree.root_only()] * len(requests)
         if self.costs is None:
             ranked = self._with_heads(requests, paths, hidden_states, branches)
             return _trees(ranked, np.minimum(limits, np.isfinite(ranked.log_probs).sum(1)))
@@ -144,19 +154,11 @@ class TreeDrafter:
 
     def observe_step(self, num_rows: int, num_requests: int, seconds: float) -> None:
         """See `Drafter.observe_step`."""
-        if self.costs is None:
+        if self._learner is None:
             return
-        known = float(self.costs.verify.at(np.array([num_rows], np.float64))[0])
         if self._evaluated_heads:
-            known += self._draft_seconds(num_requests)
-        # A hiccup of the machine must not count for more than a step.
-        rest = min(max(seconds - known, 0.0), known)
-        fixed = self.costs.fixed + (rest - self.costs.fixed) / self.FIXED_MEMORY
-        self.costs = replace(self.costs, fixed=fixed)
-
-    def _draft_seconds(self, num_requests: int) -> float:
-        assert self.costs is not None
-        return float(self.costs.draft.at(np.array([num_requests], np.float64))[0])
+            seconds -= self._learner.costs.draft_seconds(num_requests)
+        self._learner.observe(num_requests, num_rows - num_requests, seconds)
 
     def _branches(
         self, requests: Sequence[StepRequest], paths: Sequence[AcceptedPath]
@@ -230,9 +232,8 @@ class TreeDrafter:
     def _judge(self, gain: float, batch: int) -> None:
         """Learn whether evaluating the heads paid; `gain` is the speed over that without them."""
         assert self.costs is not None
-        rows = np.array([batch], np.float64)
-        plain = self.costs.fixed + float(self.costs.verify.at(rows)[0])
-        self._switch.judge(gain, self._draft_seconds(batch) / plain)
+        plain = float(self.costs.step(batch, np.zeros(1))[0])
+        self._switch.judge(gain, self.costs.draft_seconds(batch) / plain)
 
 
 def _trees(ranked: RankedNodes, sizes: Int64Array) -> list[DraftTree]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,24 @@ from medusa_plugin.batch import StepRequest
 from medusa_plugin.compact import IntArray, compact
 from medusa_plugin.draft import Drafter
 from medusa_plugin.tree.draft_tree import DraftTree
+from medusa_plugin.typical import TypicalRule, typical_paths
 from tvm_ops import KVCacheGroup
+
+
+@dataclass
+class AcceptedTokens:
+    """Drafted tokens accepted since the start, by rule; bonus tokens do not count."""
+
+    lossless: int = 0
+    typical: int = 0
+
+    def count(self, requests: Sequence[StepRequest], paths: Sequence[AcceptedPath]) -> None:
+        """Add the paths of a step."""
+        for request, path in zip(requests, paths, strict=True):
+            if request.typical_temperature is None:
+                self.lossless += len(path.rows)
+            else:
+                self.typical += len(path.rows)
 
 
 @dataclass(frozen=True)
@@ -26,10 +43,12 @@ class StepResult:
 def decode_step(
     requests: Sequence[StepRequest],
     hidden_states: torch.Tensor,
+    logits: torch.Tensor,
     sampler: TargetSampler,
     caches: KVCacheGroup,
     block_table: IntArray,
     drafter: Drafter,
+    typical_rule: TypicalRule,
 ) -> StepResult:
     """Accept what the target confirms, compact the KV cache, draft the next trees.
 
@@ -37,12 +56,15 @@ def decode_step(
         requests: the batch, in row order.
         hidden_states: `[num_rows, hidden_size]` target states after the final norm, one row per
             logits row.
+        logits: `[num_rows, vocab_size]` of the target, before any processing; read only.
         sampler: draws the target's token at a row.
         caches: KV caches of all layers; accepted rows are moved in place.
         block_table: `[num_reqs, max_blocks]` physical blocks of each request.
         drafter: proposes the next trees.
+        typical_rule: judges the drafts of requests with a `typical_temperature`.
     """
-    paths = walk([request.tree for request in requests], sampler)
+    chosen = _typical_choice(requests, logits, typical_rule)
+    paths = walk([request.tree for request in requests], sampler, chosen)
     compact(caches, paths, [request.root_position for request in requests], block_table)
 
     drafting = [i for i, request in enumerate(requests) if request.drafts_next]
@@ -55,3 +77,24 @@ def decode_step(
         for i, tree in zip(drafting, proposed, strict=True):
             drafts[i] = tree
     return StepResult(paths, drafts)
+
+
+def _typical_choice(
+    requests: Sequence[StepRequest], logits: torch.Tensor, rule: TypicalRule
+) -> Mapping[int, Sequence[int]]:
+    """Paths of the requests that the typical rule judges, by their index."""
+    temperatures = {
+        i: request.typical_temperature
+        for i, request in enumerate(requests)
+        if request.typical_temperature is not None
+    }
+    if not temperatures:
+        return {}
+    paths = typical_paths(
+        [requests[i].tree for i in temperatures],
+        logits,
+        [requests[i].first_row for i in temperatures],
+        list(temperatures.values()),
+        rule,
+    )
+    return dict(zip(temperatures, paths, strict=True))

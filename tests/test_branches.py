@@ -56,13 +56,13 @@ def test_a_request_that_leaves_its_text_is_no_longer_trusted() -> None:
 
 def test_hit_rates_are_learnt_over_all_requests() -> None:
     source = LookupSource()
-    before = source.hit_rates()[MAX_MATCH_LENGTH]
+    before = source.hit_rate(MAX_MATCH_LENGTH)
     for i in range(10):
         run(source, f"r{i}", right=True, steps=60)
-    assert source.hit_rates()[MAX_MATCH_LENGTH] > before
+    assert source.hit_rate(MAX_MATCH_LENGTH) > before
     for i in range(10):
         run(source, f"wrong{i}", right=False, steps=60)
-    assert source.hit_rates()[2] < 0.5 * PRIOR_HIT_RATE[2]
+    assert source.hit_rate(2) < 0.5 * PRIOR_HIT_RATE[2]
 
 
 def test_the_index_catches_up_with_steps_it_did_not_see() -> None:

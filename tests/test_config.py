@@ -16,6 +16,8 @@ def test_defaults() -> None:
     config = MedusaConfig.from_options({"heads": "dir"})
     assert config.num_speculative_tokens is None
     assert config.draft_vocab_size == "auto"
+    assert config.acceptance == "lossless"
+    assert (config.typical_epsilon, config.typical_alpha) == (0.09, 0.3)
 
 
 @pytest.mark.parametrize(
@@ -31,6 +33,13 @@ def test_defaults() -> None:
         ({"heads": "d", "tree": 7}, "option 'tree'"),
         ({"heads": "d", "tree": [["a"]]}, "option 'tree'"),
         ({"heads": "d", "tree": [[True]]}, "option 'tree'"),
+        ({"heads": "d", "acceptance": "lossy"}, "'acceptance'.*'lossless' or 'typical'.*'lossy'"),
+        ({"heads": "d", "typical_epsilon": 0}, "'typical_epsilon'.*greater than 0, got 0"),
+        ({"heads": "d", "typical_epsilon": 1.0}, "'typical_epsilon'.*less than 1, got 1"),
+        ({"heads": "d", "typical_epsilon": "0.1"}, "'typical_epsilon'.*got '0.1'"),
+        ({"heads": "d", "typical_alpha": 0.0}, "'typical_alpha'.*greater than 0, got 0"),
+        ({"heads": "d", "typical_alpha": float("inf")}, "'typical_alpha'.*finite.*got inf"),
+        ({"heads": "d", "typical_alpha": float("nan")}, "'typical_alpha'.*got nan"),
     ],
 )
 def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:

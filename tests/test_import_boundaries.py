@@ -27,11 +27,13 @@ STAGES = {
     "tree": {"tree"},
     "heads": {"heads"},
     "accept": {"tree"},
-    "batch": {"tree"},
+    "typical": {"tree"},
+    "request_options": {"config"},
+    "batch": {"request_options", "tree"},
     "compact": {"accept"},
     "branches": {"lookup", "tree"},
     "draft": {"accept", "batch", "branches", "heads", "tree"},
-    "step": {"accept", "batch", "compact", "draft", "tree"},
+    "step": {"accept", "batch", "compact", "draft", "tree", "typical"},
 }
 
 

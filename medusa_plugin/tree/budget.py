@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -42,6 +42,12 @@ class CostCurve:
         slope = (seconds[-1] - seconds[middle]) / (rows[-1] - rows[middle]) if steep else 0.0
         return rows, seconds, float(slope)
 
+    @property
+    def noise(self) -> float:
+        """How many times longer a point took than one of more rows, at most; 1 for a clean one."""
+        rest = np.minimum.accumulate(self.seconds[::-1])[::-1]
+        return float((np.array(self.seconds) / rest).max())
+
     def at(self, rows: FloatArray) -> FloatArray:
         """Seconds for these row counts; beyond the last point the slope goes on."""
         known, seconds, slope = self._points
@@ -58,8 +64,65 @@ class StepCosts:
     """Target forward pass and its language-model head, by rows of the whole batch."""
     draft: CostCurve
     """Evaluating the heads, by requests."""
-    fixed: float = 0.0
-    """Seconds of a step that depend on neither (schedule, sampling, book-keeping)."""
+    per_request: float = 0.0
+    """Seconds that each request adds (attention to its context, sampling, book-keeping)."""
+    per_node: float = 0.0
+    """Seconds that each node adds beyond its row in `verify` (attention, its tree)."""
+
+    def step(self, requests: int, nodes: FloatArray) -> FloatArray:
+        """Seconds of steps of so many requests and so many nodes in all; drafting is extra."""
+        rows = requests + nodes
+        result: FloatArray = (
+            self.verify.at(rows) + self.per_request * requests + self.per_node * nodes
+        )
+        return result
+
+    def draft_seconds(self, requests: int) -> float:
+        """Seconds of evaluating the heads."""
+        return float(self.draft.at(np.array([requests], np.float64))[0])
+
+
+class CostLearner:
+    """Keeps `StepCosts` true while the engine runs.
+
+    What a step took beyond the measured curves is explained by its requests and its nodes: least
+    squares over the recent steps. Trees differ from step to step, so both show. Where there were
+    no nodes for long the record of them fades, and they are tried again at the measured cost.
+
+    Args:
+        costs: as measured at start.
+    """
+
+    FADE = 0.98
+    """Per step: reaches back about 50."""
+    PRIOR = 64.0
+    """Squared requests or nodes that the start counts for."""
+
+    def __init__(self, costs: StepCosts) -> None:
+        self.costs = costs
+        self._products = np.zeros((2, 2))
+        self._targets = np.zeros(2)
+
+    def observe(self, requests: int, nodes: int, seconds: float) -> None:
+        """Learn from a step.
+
+        Args:
+            requests: of the batch.
+            nodes: verified, of all requests.
+            seconds: of the step, drafting left out.
+        """
+        known = float(self.costs.verify.at(np.array([requests + nodes], np.float64))[0])
+        # A hiccup of the machine must not count for more than two steps.
+        beyond = min(max(seconds - known, 0.0), 2 * known)
+        amounts = np.array([requests, nodes], np.float64)
+        self._products = self.FADE * self._products + np.outer(amounts, amounts)
+        self._targets = self.FADE * self._targets + beyond * amounts
+        per_request, per_node = np.linalg.solve(
+            self._products + self.PRIOR * np.eye(2), self._targets
+        ).tolist()
+        self.costs = replace(
+            self.costs, per_request=max(per_request, 0.0), per_node=max(per_node, 0.0)
+        )
 
 
 @dataclass(frozen=True)
@@ -92,8 +155,7 @@ def choose_sizes(probs: FloatArray, limits: Int64Array, costs: StepCosts, max_no
     order = np.argsort(-allowed, kind="stable")[: max(0, max_nodes)]
     order = order[allowed[order] > 0]
     tokens = batch + np.concatenate([[0.0], np.cumsum(allowed[order], dtype=np.float64)])
-    seconds = costs.fixed + costs.verify.at(batch + np.arange(len(tokens), dtype=np.float64))
-    rates = tokens / seconds
+    rates = tokens / costs.step(batch, np.arange(len(tokens), dtype=np.float64))
     best = int(np.argmax(rates))
     nodes = np.bincount(order[:best] // n, minlength=batch) if n else np.zeros(batch, np.int64)
     return Sizes(nodes.astype(np.int64), float(rates[best] / rates[0]))

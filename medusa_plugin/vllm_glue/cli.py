@@ -16,6 +16,9 @@ _FLAGS = {
     "sizes": "--medusa-sizes",
     "lookup": "--medusa-lookup",
     "draft_vocab_size": "--medusa-draft-vocab-size",
+    "acceptance": "--medusa-acceptance",
+    "typical_epsilon": "--medusa-typical-epsilon",
+    "typical_alpha": "--medusa-typical-alpha",
     "num_speculative_tokens": "--num-speculative-tokens",
 }
 _DESTINATIONS = {"speculative_model", *(f"medusa_{option}" for option in _FLAGS)}
@@ -73,6 +76,30 @@ def add_arguments(parser: Any) -> Any:
         type=_vocab_size,
         default=argparse.SUPPRESS,
         help="How many of the most frequent tokens the heads may propose. Default: auto.",
+    )
+    group.add_argument(
+        "--medusa-acceptance",
+        choices=["lossless", "typical"],
+        default=argparse.SUPPRESS,
+        help="Which drafts are accepted where a request does not say: lossless (the output is the "
+        "target's own) or typical (Medusa's rule: more tokens per step, but LOSSY above "
+        "temperature 0). Default: lossless.",
+    )
+    group.add_argument(
+        "--medusa-typical-epsilon",
+        metavar="P",
+        type=float,
+        default=argparse.SUPPRESS,
+        help="Typical (lossy) acceptance, by default or by request: probability from which a token "
+        "is accepted in any case, between 0 and 1. Default: 0.09.",
+    )
+    group.add_argument(
+        "--medusa-typical-alpha",
+        metavar="A",
+        type=float,
+        default=argparse.SUPPRESS,
+        help="Typical (lossy) acceptance, by default or by request: also accept above A times "
+        "exp(-entropy), above 0. Default: 0.3.",
     )
     group.add_argument(
         "--num-speculative-tokens",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import platform
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +21,8 @@ logger = logging.getLogger("vllm.medusa")
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48, 64, 96, 128)
 REPETITIONS = 5
+MAX_NOISE = 1.25
+"""A curve with more noise is not kept."""
 
 
 def step_costs(runner: Any, heads: DraftHeads) -> StepCosts:
@@ -36,8 +37,16 @@ def step_costs(runner: Any, heads: DraftHeads) -> StepCosts:
     if costs is None:
         started = time.perf_counter()
         costs = _measure(runner, heads)
-        write_costs(circumstances, costs)
         logger.info("medusa: step costs measured in %.1f s", time.perf_counter() - started)
+        if costs.verify.noise > MAX_NOISE:
+            logger.warning(
+                "medusa: this machine was busy while step costs were measured (fewer rows took up "
+                "to %.1f times as long as more): they are used now, but measured anew at the next "
+                "start",
+                costs.verify.noise,
+            )
+        else:
+            write_costs(circumstances, costs)
     rows, seconds = costs.verify.rows, costs.verify.seconds
     logger.info(
         "medusa: verifying %s rows takes %s ms",
@@ -73,7 +82,7 @@ def _measure(runner: Any, heads: DraftHeads) -> StepCosts:
 
 
 def _curve(work: Callable[[int], None], counts: Sequence[int]) -> CostCurve:
-    """Median seconds of `work` for each count.
+    """Least seconds of `work` for each count: other load only ever adds to them.
 
     The counts take turns, so that a slow moment of the machine does not fall on one of them.
     """
@@ -84,7 +93,7 @@ def _curve(work: Callable[[int], None], counts: Sequence[int]) -> CostCurve:
             work(count)
             if repetition:  # the first call of a shape prepares it
                 times[count].append(time.perf_counter() - started)
-    return CostCurve(tuple(counts), tuple(statistics.median(times[count]) for count in counts))
+    return CostCurve(tuple(counts), tuple(min(times[count]) for count in counts))
 
 
 def _wait(device: torch.device) -> None:
@@ -96,8 +105,7 @@ def _circumstances(runner: Any, heads: DraftHeads) -> dict[str, str]:
     config = runner.vllm_config
     model = config.model_config
     return {
-        "model": model.model,
-        "revision": str(model.revision),
+        "model": _shape(model),
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "compilation": str(config.compilation_config.mode),
@@ -107,6 +115,22 @@ def _circumstances(runner: Any, heads: DraftHeads) -> dict[str, str]:
         "vllm": str(host.installed_version()),
         "torch": torch.__version__,
     }
+
+
+def _shape(model: Any) -> str:
+    """What of a model its speed depends on: fine-tunes of one model share it."""
+    text = model.hf_text_config
+    names = (
+        "num_hidden_layers",
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "vocab_size",
+    )
+    sizes = ", ".join(f"{name} {getattr(text, name, None)}" for name in names)
+    return f"{model.architecture}, {sizes}"
 
 
 @functools.cache

@@ -85,6 +85,18 @@ REGISTRATION_HOOKS = (
         "allow min_p and logit_bias, which the tree walk applies; remove when vLLM allows them",
     ),
     Hook(
+        "vllm.sampling_params",
+        "SamplingParams.verify",
+        (
+            "self",
+            "model_config",
+            "speculative_config",
+            "structured_outputs_config",
+            "tokenizer",
+        ),
+        "check extra_args['medusa'] in the front end; remove when plugins can check requests",
+    ),
+    Hook(
         "vllm.v1.sample.logits_processor",
         "build_logitsprocs",
         (

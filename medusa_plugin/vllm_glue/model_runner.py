@@ -31,14 +31,17 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from medusa_plugin.batch import StepRequest
 from medusa_plugin.draft import Drafter
-from medusa_plugin.step import decode_step
+from medusa_plugin.step import AcceptedTokens, decode_step
 from medusa_plugin.tree.draft_tree import DraftTree
 from medusa_plugin.tree.token_tree import TokenTree
+from medusa_plugin.typical import TypicalRule
 from medusa_plugin.vllm_glue.attention_rows import TreeImpl
 from medusa_plugin.vllm_glue.costs import step_costs
 from medusa_plugin.vllm_glue.kv_cache import group_caches, start_kernels
+from medusa_plugin.vllm_glue.request_control import RunningRequests
 from medusa_plugin.vllm_glue.sampling import TreeRowSampler
 from medusa_plugin.vllm_glue.support import UnsupportedFeatureError
+from medusa_plugin.vllm_glue.translate import medusa_config
 from tvm_ops import KVCacheGroup, TreeBatch
 
 logger = logging.getLogger("vllm.medusa")
@@ -78,6 +81,10 @@ class MedusaModelRunner(GPUModelRunner):
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
+        config = medusa_config(vllm_config)
+        self._typical_rule = TypicalRule(config.typical_epsilon, config.typical_alpha)
+        self._running = RunningRequests(config.acceptance)
+        self.accepted_tokens = AcceptedTokens()
         self._proposed: dict[str, DraftTree] = {}
         self._granted: GrantedTrees | None = None
         self._sample_hidden_states: torch.Tensor | None = None
@@ -128,6 +135,9 @@ class MedusaModelRunner(GPUModelRunner):
             self._proposed.pop(request_id, None)
         for request_id in scheduler_output.preempted_req_ids or ():
             self._proposed.pop(request_id, None)
+        self._running.forget(scheduler_output.finished_req_ids)
+        # A session that streams its input may bring other parameters with each piece.
+        self._running.forget(new.req_id for new in scheduler_output.scheduled_new_reqs)
         return super()._update_states(scheduler_output)
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
@@ -240,14 +250,17 @@ class MedusaModelRunner(GPUModelRunner):
             result = decode_step(
                 requests,
                 self._sample_hidden_states,
+                logits,
                 sampler,
                 self.kv_cache_group,
                 self.input_batch.block_table[0].get_numpy_array(),
                 self.medusa_drafter,
+                self._typical_rule,
             )
         finally:
             sampler.finish()
         self._drafts = result.drafts
+        self.accepted_tokens.count(requests, result.paths)
         return sampler.output(result.paths)
 
     @property
@@ -264,6 +277,8 @@ class MedusaModelRunner(GPUModelRunner):
             request_id = batch.req_ids[i]
             state = self.requests[request_id]
             params = state.sampling_params
+            assert params is not None  # pooling is refused at start
+            settings = self._running.settings(request_id, params)
             requests.append(
                 StepRequest(
                     request_id=request_id,
@@ -273,7 +288,9 @@ class MedusaModelRunner(GPUModelRunner):
                     committed=batch.token_ids_cpu[i, : batch.num_tokens_no_spec[i]],
                     drafts_next=i not in discarded,
                     # The scheduler computes grammar masks along a chain.
-                    chain_only=params is not None and params.structured_outputs is not None,
+                    chain_only=params.structured_outputs is not None,
+                    options=settings.options,
+                    typical_temperature=settings.typical_temperature,
                 )
             )
             first_row += tree.num_rows

@@ -53,6 +53,7 @@ def register() -> None:
             "_validate_spec_decode",
             _wrap(SamplingParams._validate_spec_decode, _validate_spec_decode),
         ),
+        (SamplingParams, "verify", _wrap(SamplingParams.verify, _verify)),
         (logits_processor, "build_logitsprocs", wrapped_build),
         # The runner imported the function by name.
         (gpu_model_runner, "build_logitsprocs", wrapped_build),
@@ -93,6 +94,21 @@ def _validate_spec_decode(
 ) -> None:
     if not translate.is_medusa(speculative_config):
         original(params, speculative_config)
+
+
+def _verify(
+    original: Callable[..., Any],
+    params: Any,
+    model_config: Any,
+    speculative_config: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    # Imported here: it imports more of vLLM than may be there before the host is checked.
+    from medusa_plugin.vllm_glue.request_control import validate_request
+
+    original(params, model_config, speculative_config, *args, **kwargs)
+    validate_request(params, model_config, speculative_config)
 
 
 def _build_logitsprocs(

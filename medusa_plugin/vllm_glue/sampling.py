@@ -60,9 +60,14 @@ class TreeRowSampler:
         self._outputs = outputs
         self._lengths = [len(output) for output in outputs]
         self._discarded = discarded
-        self._level = 0
+        self._outputs_grew = False
         self._logprobs: list[LogprobsTensors] = []
         self._greedy_only = _is_plain_greedy(metadata)
+
+    def follow(self, tokens: Mapping[int, Sequence[int]]) -> None:
+        """See `TargetSampler.follow`."""
+        for request, path in tokens.items():
+            self._append(request, path)
 
     def sample(self, rows: Mapping[int, int]) -> dict[int, int]:
         """See `TargetSampler.sample`."""
@@ -78,15 +83,19 @@ class TreeRowSampler:
         for request, token in zip(requests, drawn, strict=True):
             # A discarded token never becomes output: what watches the output must not see it.
             if request not in self._discarded:
-                self._outputs[request].append(token)
+                self._append(request, (token,))
         return dict(zip(requests, drawn, strict=True))
 
+    def _append(self, request: int, tokens: Sequence[int]) -> None:
+        self._outputs[request].extend(tokens)
+        self._outputs_grew = True
+
     def _sample_batch(self, rows: Mapping[int, int]) -> list[int]:
-        if self._level:
+        if self._outputs_grew:
             # As at the start of a plain step: the outputs that processors watch have grown.
             for processor in self._metadata.logitsprocs.all:
                 processor.update_state(None)
-        self._level += 1
+            self._outputs_grew = False
         generators = {
             request: generator
             for request, generator in self._metadata.generators.items()
@@ -120,7 +129,7 @@ class TreeRowSampler:
             tokens[request, : len(path.tokens)] = torch.tensor(path.tokens, dtype=torch.int32)
         return SamplerOutput(
             sampled_token_ids=tokens,
-            logprobs_tensors=_interleave(self._logprobs) if self._logprobs else None,
+            logprobs_tensors=_interleave(self._logprobs, longest) if self._logprobs else None,
         )
 
 
@@ -148,8 +157,13 @@ def _is_idle(processor: LogitsProcessor) -> bool:
     return False
 
 
-def _interleave(levels: Sequence[LogprobsTensors]) -> LogprobsTensors:
-    """Level-major logprobs (`[num_reqs, k]` per level) to request-major rows."""
+def _interleave(levels: Sequence[LogprobsTensors], rows: int) -> LogprobsTensors:
+    """Level-major logprobs (`[num_reqs, k]` per level) to `rows` request-major rows per request.
+
+    A path that was followed without draws has no logprobs and may be longer than any that was
+    drawn; its request asked for none, so the last level fills the gap.
+    """
+    levels = [*levels, *[levels[-1]] * (rows - len(levels))]
     return LogprobsTensors(
         *(
             torch.stack([level[field] for level in levels], dim=1).flatten(0, 1)

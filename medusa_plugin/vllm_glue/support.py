@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
+from importlib.metadata import entry_points
 from typing import Any
 
 import torch
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+# The group under which vLLM looks for installed processors; its constant lies in a module too heavy
+# to import before the host is checked.
+LOGITS_PROCESSORS_GROUP = "vllm.logits_processors"
 
 
 class UnsupportedFeatureError(ValueError):
@@ -30,6 +36,20 @@ def require_supported_engine(vllm_config: Any) -> None:
             + "; ".join(found)
             + ". Turn this off, or run without speculation."
         )
+
+
+def custom_processors(model_config: Any) -> list[str]:
+    """Custom logits processors of an engine: what they do to a distribution is not known."""
+    given = [
+        processor if isinstance(processor, str) else processor.__name__
+        for processor in model_config.logits_processors or ()
+    ]
+    return [f"logits processor {name}" for name in (*given, *_installed_processors())]
+
+
+@functools.cache
+def _installed_processors() -> tuple[str, ...]:
+    return tuple(entry.value for entry in entry_points(group=LOGITS_PROCESSORS_GROUP))
 
 
 def _platform() -> Iterator[str]:

@@ -31,7 +31,7 @@ from medusa_plugin.heads import WEIGHTS_FILES, HeadsInfo, peek_heads
 from medusa_plugin.tree.static import choose_tree
 from medusa_plugin.tree.token_tree import TokenTree
 from medusa_plugin.vllm_glue.cli import METHOD
-from medusa_plugin.vllm_glue.support import require_supported_engine
+from medusa_plugin.vllm_glue.support import custom_processors, require_supported_engine
 
 logger = logging.getLogger("vllm.medusa")
 
@@ -116,9 +116,10 @@ def finish_engine_config(vllm_config: Any) -> None:
     )
     plan = plan_trees(config, heads)
     _require_draft_vocabulary(config, heads, plan)
+    _require_processors(config, model_config)
     logger.info(
-        "medusa %s: heads %s (%s), %s, sizes %s, look-up %s, draft vocabulary %s, acceptance "
-        "lossless (greedy and sampled); not supported with it: see README, section Support.",
+        "medusa %s: heads %s (%s), %s, sizes %s, look-up %s, draft vocabulary %s, acceptance %s; "
+        "not supported with it: see README, section Support.",
         __version__,
         config.heads,
         heads.describe(),
@@ -126,7 +127,16 @@ def finish_engine_config(vllm_config: Any) -> None:
         config.sizes,
         "on" if config.looks_up else "off",
         config.draft_vocab_size,
+        "typical (LOSSY)" if config.acceptance == "typical" else "lossless (greedy and sampled)",
     )
+    if config.acceptance == "typical":
+        logger.warning(
+            "medusa: typical acceptance is on by default and is LOSSY: above temperature 0 the "
+            "text no longer follows the model's own distribution (epsilon %s, alpha %s). A request "
+            "keeps it with extra_args={'medusa': {'acceptance': 'lossless'}}.",
+            config.typical_epsilon,
+            config.typical_alpha,
+        )
 
 
 def medusa_config(vllm_config: Any) -> MedusaConfig:
@@ -203,6 +213,15 @@ def _require_draft_vocabulary(config: MedusaConfig, heads: HeadsInfo, plan: Tree
         raise MedusaConfigError(
             f"the tree uses candidates up to rank {rank}, but draft_vocab_size {size} offers only "
             f"{size}: raise draft_vocab_size"
+        )
+
+
+def _require_processors(config: MedusaConfig, model_config: Any) -> None:
+    """Check `acceptance` against the engine's logits processors."""
+    if config.acceptance == "typical" and (custom := custom_processors(model_config)):
+        raise MedusaConfigError(
+            "acceptance 'typical' judges tokens by softmax(logits / temperature), which "
+            f"{', '.join(custom)} may change: leave one of them out"
         )
 
 

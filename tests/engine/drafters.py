@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 import torch
 
@@ -15,6 +16,8 @@ from medusa_plugin.accept import AcceptedPath
 from medusa_plugin.batch import StepRequest
 from medusa_plugin.tree.draft_tree import DraftTree
 from medusa_plugin.tree.token_tree import TokenTree
+from medusa_plugin.typical import TypicalRule
+from tests.test_typical import reference
 
 Prefix = tuple[int, ...]
 
@@ -72,7 +75,8 @@ class PlantedDrafter:
             topology = self._random.choice(self.topologies)
             if request.chain_only:
                 topology = TokenTree.chain(topology.num_nodes)
-            drafts.append(DraftTree.on(topology, self._tokens(topology, self._future(sequence))))
+            tree = DraftTree.on(topology, self._tokens(topology, self._future(sequence)))
+            drafts.append(tree.prefix(request.options.node_limit(tree.num_nodes)))
         return drafts
 
     def forget(self, request_ids: Iterable[str]) -> None:
@@ -112,3 +116,76 @@ class PlantedDrafter:
         if len(pool) < count:
             pool += [t for t in range(self.vocab_size) if t not in self.alphabet][:count]
         return self._random.sample(pool, count)
+
+
+class LikelyDrafter:
+    """Drafts what a copy of the target finds rather likely, and judges typical paths by it."""
+
+    def __init__(self, model: Path, topology: TokenTree, rule: TypicalRule) -> None:
+        from transformers import LlamaForCausalLM
+
+        self.target = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32)
+        self.topology, self.rule = topology, rule
+        self.accepted: list[int] = []
+        """Of every verified tree."""
+        self.judged, self.close, self.placeholders = 0, 0, 0
+        self.temperatures: set[float] = set()
+        """By which the typical rule judged."""
+
+    def draft(
+        self,
+        requests: Sequence[StepRequest],
+        paths: Sequence[AcceptedPath],
+        hidden_states: torch.Tensor,
+    ) -> list[DraftTree]:
+        for request, path in zip(requests, paths, strict=True):
+            self._check(request, path)
+        return [
+            self._tree([*request.committed.tolist(), *path.tokens], request)
+            for request, path in zip(requests, paths, strict=True)
+        ]
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Nothing is kept by request."""
+
+    def observe_step(self, num_rows: int, num_requests: int, seconds: float) -> None:
+        """Sizes do not follow the cost."""
+
+    def _check(self, request: StepRequest, path: AcceptedPath) -> None:
+        tree = request.tree
+        if not tree.num_nodes:
+            return
+        if (tree.tokens < 0).any():
+            self.placeholders += 1
+            assert path.rows == ()
+            return
+        self.accepted.append(len(path.rows))
+        if request.typical_temperature is None:
+            return
+        self.temperatures.add(request.typical_temperature)
+        texts = [request.committed.tolist()]
+        for row in range(1, tree.num_rows):
+            texts.append([*texts[tree.parents[row - 1]], int(tree.tokens[row - 1])])
+        logits = [self._logits(text).tolist() for text in texts]
+        expected, margin = reference(tree, logits, request.typical_temperature, self.rule)
+        if margin < 1e-3:  # rounding decides
+            self.close += 1
+            return
+        assert path.rows == expected
+        self.judged += 1
+
+    def _tree(self, text: list[int], request: StepRequest) -> DraftTree:
+        topology = TokenTree.chain(3) if request.chain_only else self.topology
+        texts = [text]
+        for row in range(1, topology.num_rows):
+            before = texts[topology.parents[row]]
+            # Not always the best, but always the same after a text.
+            skipped = random.Random(str(before)).choice([0, 0, 0, 1, 2, 60, 150])
+            likely = self._logits(before).argsort(descending=True)
+            texts.append([*before, int(likely[topology.ranks[row] + skipped])])
+        tree = DraftTree.on(topology, [text[-1] for text in texts[1:]])
+        return tree.prefix(request.options.node_limit(tree.num_nodes))
+
+    @torch.inference_mode()
+    def _logits(self, text: list[int]) -> torch.Tensor:
+        return self.target(torch.tensor([text])).logits[0, -1]

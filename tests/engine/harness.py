@@ -69,6 +69,11 @@ def answers(engine: Any, requests: Sequence[list[int]], params: Any) -> list[lis
     ]
 
 
+def texts(engine: Any, requests: Sequence[list[int]], params: Any) -> list[tuple[int, ...]]:
+    """Token ids of the first completion of every request."""
+    return [completions[0].token_ids for completions in answers(engine, requests, params)]
+
+
 def runner_of(engine: Any) -> Any:
     """The Medusa model runner inside an in-process engine."""
     return engine.llm_engine.model_executor.driver_worker.worker.model_runner

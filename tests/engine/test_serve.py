@@ -78,6 +78,11 @@ class Server:
         with urllib.request.urlopen(request, timeout=120) as answer:
             return answer.read().decode()  # type: ignore[no-any-return]
 
+    def counter(self, name: str) -> float:
+        """A counter of /metrics that has one series."""
+        [line] = [line for line in self.get("/metrics").splitlines() if line.startswith(name)]
+        return float(line.rsplit(" ", 1)[1])
+
     def stop(self) -> None:
         self.process.terminate()
         try:
@@ -96,6 +101,7 @@ def server(
         tmp_path_factory.mktemp("serve") / "log",
         *("--speculative-model", "medusa", "--medusa-heads", str(random_heads)),
         *("--medusa-tree", "[[0], [1], [0, 0], [0, 1], [0, 0, 0]]"),
+        *("--chat-template", "{{ messages[0].content }}"),
     )
     running.wait()
     yield running
@@ -127,12 +133,7 @@ def test_start_up_line_and_metrics(server: Server) -> None:
     assert "tree of 5 nodes, depth 3" in log
     assert "acceptance lossless" in log
     assert "medusa kernels ready" in log
-    drafted = [
-        line for line in server.get("/metrics").splitlines()
-        if line.startswith("vllm:spec_decode_num_draft_tokens_total")
-    ]  # fmt: skip
-    assert drafted
-    assert float(drafted[0].rsplit(" ", 1)[1]) > 0
+    assert server.counter("vllm:spec_decode_num_draft_tokens_total") > 0
 
 
 def test_a_bad_request_is_refused_and_the_server_lives(server: Server, tiny_model: Path) -> None:
@@ -142,12 +143,65 @@ def test_a_bad_request_is_refused_and_the_server_lives(server: Server, tiny_mode
     assert json.loads(server.post("/v1/completions", body | {"min_p": 0.1}))["choices"]
 
 
+@pytest.mark.parametrize(
+    ("options", "others", "message"),
+    [
+        ('{"enable": false}', {}, "unknown option 'enable'"),
+        ('{"max_nodes": 64}', {}, "option 'max_nodes' is a whole number from 1 to 63"),
+        ("{", {}, "is not JSON"),
+        (7, {}, "must be an object or its JSON text"),
+        ('{"acceptance": "typical"}', {"top_p": 0.9}, "cannot be combined with top_p=0.9"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_bad_request_options_get_a_400_and_the_server_lives(
+    server: Server,
+    tiny_model: Path,
+    path: str,
+    options: Any,
+    others: dict[str, Any],
+    message: str,
+) -> None:
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    prompt = {"prompt": PROMPT} if path == "/v1/completions" else chat
+    body = {"model": str(tiny_model), "max_tokens": 4, "temperature": 1.0, **prompt}
+    asked = body | {"vllm_xargs": {"medusa": options}, **others}
+    with pytest.raises(urllib.error.HTTPError, match="400") as caught:
+        server.post(path, asked)
+    # vLLM has begun a stream before it looks at a request: its refusals are events of the stream.
+    event = server.post(path, asked | {"stream": True}).splitlines()[0].removeprefix("data: ")
+    for answer in (caught.value.read(), event):
+        error = json.loads(answer)["error"]
+        assert message in error["message"]
+        assert (error["type"], error["code"]) == ("BadRequestError", 400)
+    assert json.loads(server.post(path, body))["choices"]
+
+
+def test_request_options_by_http(server: Server, tiny_model: Path) -> None:
+    """`vllm_xargs` takes no nested objects, so the options come as text."""
+    body = {
+        "model": str(tiny_model), "prompt": PROMPT, "max_tokens": 40, "temperature": 0,
+        "ignore_eos": True,
+    }  # fmt: skip
+    expected = json.loads(server.post("/v1/completions", body))["choices"][0]["text"]
+    before = server.counter("vllm:spec_decode_num_draft_tokens_total")
+    asked = body | {"vllm_xargs": {"medusa": '{"enabled": false}'}}
+    answer = json.loads(server.post("/v1/completions", asked))
+    assert answer["choices"][0]["text"] == expected
+    assert server.counter("vllm:spec_decode_num_draft_tokens_total") == before
+    asked = body | {"vllm_xargs": {"medusa": '{"acceptance": "typical", "max_nodes": 2}'}}
+    answer = json.loads(server.post("/v1/completions", asked | {"temperature": 1.0, "seed": 1}))
+    assert answer["usage"]["completion_tokens"] == 40
+    assert server.counter("vllm:spec_decode_num_draft_tokens_total") > before
+
+
 def test_help_shows_our_flags() -> None:
     output = subprocess.run(
         [VLLM, "serve", "--help=all"], capture_output=True, text=True, env=environment(), check=True
     ).stdout
-    for flag in ("--speculative-model", "--medusa-heads", "--medusa-tree"):
+    for flag in ("--speculative-model", "--medusa-heads", "--medusa-tree", "--medusa-acceptance"):
         assert flag in output
+    assert "LOSSY" in output
 
 
 @pytest.mark.parametrize(

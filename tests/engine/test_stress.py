@@ -33,6 +33,8 @@ class Arrival:
     params: SamplingParams
     step: int
     abort_after: int | None
+    options: dict[str, Any] | None
+    """What it asks of Medusa: its text stays the same."""
 
 
 def random_params(pick: random.Random) -> SamplingParams:
@@ -84,6 +86,9 @@ def random_arrivals(pick: random.Random) -> list[Arrival]:
                 params=random_params(pick),
                 step=step,
                 abort_after=pick.randint(1, 8) if pick.random() < 0.15 else None,
+                options=pick.choice(
+                    [None, None, {"enabled": False}, {"max_nodes": pick.randint(1, 9)}]
+                ),
             )
         )
     return arrivals
@@ -104,18 +109,19 @@ def random_trees(pick: random.Random, count: int) -> list[TokenTree]:
     return trees
 
 
-def run(llm: Any, arrivals: list[Arrival], aborting: bool) -> dict[str, Any]:
-    """Final outputs by request id; aborted requests are left out."""
+def run(llm: Any, arrivals: list[Arrival], medusa: bool) -> dict[str, Any]:
+    """Final outputs by request id; aborted requests, which only Medusa gets, are left out."""
     engine = llm.llm_engine
     waiting, outputs, step = list(arrivals), {}, 0
     while waiting or engine.has_unfinished_requests():
         while waiting and waiting[0].step <= step:
             new = waiting.pop(0)
-            engine.add_request(
-                new.request_id, {"prompt_token_ids": list(new.prompt)}, new.params.clone()
-            )
+            params = new.params.clone()
+            if medusa and new.options is not None:
+                params.extra_args = {"medusa": new.options}
+            engine.add_request(new.request_id, {"prompt_token_ids": list(new.prompt)}, params)
         for arrival in arrivals:
-            due = aborting and arrival.abort_after is not None
+            due = medusa and arrival.abort_after is not None
             if due and step == arrival.step + arrival.abort_after:
                 engine.abort_request([arrival.request_id])
         for output in engine.step():
@@ -131,7 +137,7 @@ def test_random_traffic(make_engine: Any, random_heads: Path, name: str, seed: i
     pick = random.Random(1000 * seed + 7)
     arrivals = random_arrivals(pick)
     # Plain vLLM cannot prefill a seeded request in chunks on CPU: it answers in a roomy engine.
-    expected = run(make_engine(), arrivals, aborting=False)
+    expected = run(make_engine(), arrivals, medusa=False)
     assert len(expected) == NUM_REQUESTS
     medusa = make_engine(
         speculative_config={
@@ -144,7 +150,7 @@ def test_random_traffic(make_engine: Any, random_heads: Path, name: str, seed: i
     drafter = harness.plant(medusa, random_trees(pick, 8), VOCAB_SIZE, 0.8, seed)
     for arrival in arrivals:
         drafter.learn(arrival.prompt, expected[arrival.request_id].token_ids)
-    found = run(medusa, arrivals, aborting=True)
+    found = run(medusa, arrivals, medusa=True)
     assert {a.request_id for a in arrivals if a.abort_after is None} <= set(found)
     for request_id, ours in found.items():
         theirs = expected[request_id]
@@ -162,3 +168,4 @@ def test_random_traffic(make_engine: Any, random_heads: Path, name: str, seed: i
     assert drafter.branching_steps > 20
     runner = harness.runner_of(medusa)
     assert set(runner._proposed) <= set(runner.requests), "trees of ended requests are kept"
+    assert set(runner._running._settings) <= set(runner.requests)

@@ -7,6 +7,7 @@ planted: some rank of some heads carries the right token.
 from __future__ import annotations
 
 import random
+import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from medusa_plugin.draft import TreeDrafter
 from medusa_plugin.heads.base import Candidates, DraftHeads
 from medusa_plugin.tree.budget import CostCurve, StepCosts
 from medusa_plugin.tree.draft_tree import DraftTree
+from medusa_plugin.vllm_glue import costs as measuring
 from tests.engine import harness
 from tests.engine.conftest import VOCAB_SIZE
 from tests.engine.drafters import PlantedDrafter
@@ -195,15 +197,29 @@ def test_heads_that_are_never_right_stop_drafting(plain: Any, medusa: Any) -> No
     assert sum(size > 0 for size in sizes[-40:]) <= 4
 
 
-def test_costs_are_measured_at_start_and_kept(medusa: Any) -> None:
-    from medusa_plugin.cost_cache import read_costs
-    from medusa_plugin.vllm_glue.costs import _circumstances
-
+def test_costs_are_measured_at_start(medusa: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = harness.runner_of(medusa)
     proposer = runner.drafter
     assert proposer.sizes_follow_cost
     proposer.load_model(runner.model)
+    assert proposer.drafter.costs is None
+    measured = measuring._measure(runner, proposer.drafter.heads)
+    assert measured.verify.rows == measuring.ROWS
+    assert min(measured.verify.seconds) > 0 and min(measured.draft.seconds) > 0
     runner.measure_costs()
-    costs = proposer.drafter.costs
-    assert costs is not None and costs.verify.rows[0] == 1 and min(costs.verify.seconds) > 0
-    assert read_costs(_circumstances(runner, proposer.drafter.heads)) == costs
+    assert proposer.drafter.costs is not None
+    # A quiet machine's costs are kept and not measured twice, a busy one's are not kept.
+    calm = StepCosts(CostCurve((1, 2), (0.1, 0.2)), measured.draft)
+    for found, kept in (
+        (StepCosts(CostCurve((1, 2), (0.2, 0.1)), calm.draft), False),
+        (calm, True),
+    ):
+        monkeypatch.setenv("MEDUSA_CACHE", tempfile.mkdtemp(prefix="medusa-test-"))
+        monkeypatch.setattr(measuring, "_measure", lambda *_, found=found: found)
+        assert measuring.step_costs(runner, proposer.drafter.heads) == found
+        monkeypatch.setattr(measuring, "_measure", lambda *_: pytest.fail("measured again"))
+        if kept:
+            assert measuring.step_costs(runner, proposer.drafter.heads) == found
+        else:
+            with pytest.raises(pytest.fail.Exception):
+                measuring.step_costs(runner, proposer.drafter.heads)

@@ -95,7 +95,8 @@ from vllm.v1.worker import gpu_model_runner
 def hooks():
     return [EngineArgs.create_engine_config, EngineArgs.add_cli_args,
             EngineArgs.from_cli_args.__func__, SamplingParams._validate_spec_decode,
-            logits_processor.build_logitsprocs, gpu_model_runner.build_logitsprocs]
+            logits_processor.build_logitsprocs, gpu_model_runner.build_logitsprocs,
+            SamplingParams.verify]
 before = hooks()
 import medusa_plugin
 from medusa_plugin.vllm_glue import host
@@ -107,7 +108,7 @@ print("RESULT", sum(a is not b for a, b in zip(before, hooks())))
 @pytest.mark.parametrize(
     ("action", "changed"),
     [
-        ("medusa_plugin.register()", 6),
+        ("medusa_plugin.register()", 7),
         ("import os; os.environ['MEDUSA_DISABLE'] = '1'; medusa_plugin.register()", 0),
         # The last hook to be checked is broken: nothing at all may have been applied.
         (

@@ -201,6 +201,29 @@ def test_limits_below_one_tree_are_refused(limit: str) -> None:
         args.create_engine_config()
 
 
+def test_the_lossy_default_is_announced(warnings: list[str]) -> None:
+    engine_args(speculative_config=speculative(), max_model_len=512).create_engine_config()
+    assert not [message for message in warnings if "typical" in message]
+    options = {"acceptance": "typical", "typical_alpha": 0.25}
+    config = engine_args(
+        speculative_config=speculative(**options), max_model_len=512
+    ).create_engine_config()
+    assert translate.medusa_config(config).acceptance == "typical"
+    [message] = [message for message in warnings if "typical" in message]
+    assert "LOSSY" in message
+    assert "epsilon 0.09, alpha 0.25" in message
+
+
+def test_the_lossy_default_excludes_custom_processors() -> None:
+    args = engine_args(
+        speculative_config=speculative(acceptance="typical"),
+        logits_processors=["some.module:Processor"],
+        max_model_len=512,
+    )
+    with pytest.raises(MedusaConfigError, match=r"'typical'.*logits processor some\.module"):
+        args.create_engine_config()
+
+
 def test_heads_of_another_model_are_refused_before_weights(tmp_path: Path) -> None:
     model = ensure_embedded_model(progress=False)
     config = json.loads((model / "config.json").read_text())
@@ -229,6 +252,8 @@ def test_flags() -> None:
     args = parse(
         "--speculative-model", "medusa", "--medusa-heads", HEADS, "--num-speculative-tokens", "9",
         "--medusa-draft-vocab-size", "4096", "--medusa-tree", "[[0]]",
+        "--medusa-acceptance", "typical", "--medusa-typical-epsilon", "0.1",
+        "--medusa-typical-alpha", "1",
     )  # fmt: skip
     assert args.speculative_config == {
         "method": "medusa",
@@ -236,6 +261,9 @@ def test_flags() -> None:
         "num_speculative_tokens": 9,
         "tree": "[[0]]",
         "draft_vocab_size": 4096,
+        "acceptance": "typical",
+        "typical_epsilon": 0.1,
+        "typical_alpha": 1.0,
     }
 
 
@@ -272,7 +300,15 @@ def test_flags_without_effect_are_refused(flags: list[str], message: str) -> Non
         parse(*flags)
 
 
-@pytest.mark.parametrize("flag", ["--speculative-model", "--medusa-draft-vocab-size"])
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--speculative-model",
+        "--medusa-draft-vocab-size",
+        "--medusa-acceptance",
+        "--medusa-typical-alpha",
+    ],
+)
 def test_bad_values_of_flags(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(flag, "bogus")

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from medusa_plugin.tree.budget import CostCurve, DraftSwitch, StepCosts, choose_sizes
+from medusa_plugin.tree.budget import CostCurve, CostLearner, DraftSwitch, StepCosts, choose_sizes
 
 FREE_TO_SIX = CostCurve((1, 6, 8, 16, 32), (0.015, 0.015, 0.018, 0.024, 0.040))
 NOTHING = CostCurve((1,), (0.0,))
@@ -21,12 +21,14 @@ def test_sizes_maximise_tokens_per_second() -> None:
         limits = rng.integers(0, n + 1, batch)
         max_nodes = int(rng.integers(0, 13))
         times = np.cumsum(rng.random(6)) + 0.5
-        costs = StepCosts(CostCurve((1, 2, 4, 6, 9, 16), tuple(times)), NOTHING, rng.random())
+        curve = CostCurve((1, 2, 4, 6, 9, 16), tuple(times))
+        costs = StepCosts(curve, NOTHING, rng.random(), rng.random())
 
         def rate(sizes: tuple[int, ...], probs=probs, costs=costs, batch=batch) -> float:
             gained = sum(float(probs[i, :size].sum()) for i, size in enumerate(sizes))
             rows = np.array([batch + sum(sizes)], float)
-            return (batch + gained) / (costs.fixed + float(costs.verify.at(rows)[0]))
+            extra = costs.per_request * batch + costs.per_node * sum(sizes)
+            return (batch + gained) / (extra + float(costs.verify.at(rows)[0]))
 
         allowed = [
             sizes
@@ -69,6 +71,35 @@ def test_noise_does_not_make_more_rows_cheaper() -> None:
 def test_a_curve_must_be_one(rows: tuple[int, ...], seconds: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match="cost curve"):
         CostCurve(rows, seconds)
+
+
+def test_noise_of_a_curve() -> None:
+    assert CostCurve((1, 2, 4), (1.0, 1.0, 3.0)).noise == 1
+    assert CostCurve((1, 2, 4), (1.0, 6.0, 3.0)).noise == 2
+
+
+def test_what_requests_and_nodes_add_is_learnt() -> None:
+    rng = np.random.default_rng(6)
+    learner = CostLearner(StepCosts(FREE_TO_SIX, NOTHING))
+    for _ in range(200):
+        requests, nodes = int(rng.integers(6, 9)), int(rng.integers(0, 30))
+        rows = np.array([requests + nodes], float)
+        seconds = float(FREE_TO_SIX.at(rows)[0]) + 0.002 * requests + 0.0004 * nodes
+        learner.observe(requests, nodes, seconds * rng.uniform(0.97, 1.03))
+    assert learner.costs.per_request == pytest.approx(0.002, rel=0.15)
+    assert learner.costs.per_node == pytest.approx(0.0004, rel=0.25)
+    for _ in range(400):  # nodes that were not tried for long are tried again
+        learner.observe(8, 0, float(FREE_TO_SIX.at(np.array([8.0]))[0]) + 0.016)
+    assert learner.costs.per_node < 0.0001
+    assert learner.costs.per_request == pytest.approx(0.002, rel=0.1)
+
+
+def test_one_hiccup_is_not_the_rule() -> None:
+    learner = CostLearner(StepCosts(FREE_TO_SIX, NOTHING))
+    for _ in range(100):
+        learner.observe(4, 8, float(FREE_TO_SIX.at(np.array([12.0]))[0]))
+    learner.observe(4, 8, 10.0)
+    assert learner.costs.step(4, np.array([8.0]))[0] < 1.2 * FREE_TO_SIX.at(np.array([12.0]))[0]
 
 
 def drafts_in(switch: DraftSwitch, steps: int, load: int, gain: float) -> int:
