@@ -48,6 +48,9 @@ class MedusaConfig(BaseModel):
     """How many of the most frequent tokens the heads may propose. "auto": 4096 where the heads
     come with a frequency ranking, otherwise all; "full": all."""
 
+    tuning: bool = True
+    """Whether to use what `medusa tune` learnt about the heads, where it did."""
+
     acceptance: Literal["lossless", "typical"] = "lossless"
     """Rule by which drafts are accepted where a request does not say. "lossless": the output is
     the target's own; "typical": Medusa's rule, LOSSY above temperature 0."""

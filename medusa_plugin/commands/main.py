@@ -8,6 +8,7 @@ import typer
 
 from medusa_plugin import __version__
 from medusa_plugin.commands.demo import demo
+from medusa_plugin.commands.tune import tune
 
 app = typer.Typer(
     name="medusa",
@@ -50,3 +51,4 @@ def path() -> None:
 
 
 app.command()(demo)
+app.command()(tune)

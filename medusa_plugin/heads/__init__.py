@@ -42,8 +42,7 @@ def load_heads(
 
     Args:
         path: holds `medusa_lm_head.safetensors` or `.pt`; optionally `config.json`,
-            `draft_vocab.safetensors` (token_ids int32 `[n]`, most frequent first) and
-            `calibration.json`.
+            `draft_vocab.safetensors` (token_ids int32 `[n]`, most frequent first).
         target: whose language-model head the heads may share.
         draft_vocab_size: only that many of the most frequent tokens are proposed; "full": all;
             "auto": 4096 where there is a ranking by frequency, otherwise all.
@@ -51,7 +50,7 @@ def load_heads(
     Raises:
         HeadsError: the heads cannot be read, do not fit `target`, or have no such ranking.
     """
-    info = peek_heads(path)
+    info = peek_heads(path, use_tuning=False)
     info.require_target(hidden_size=target.hidden_size, vocab_size=target.vocab_size)
     if tuple(target.lm_head.shape[1:]) != (target.hidden_size,) or (
         target.lm_head.shape[0] < target.vocab_size

@@ -11,7 +11,7 @@ import logging
 import re
 import zipfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from medusa_plugin.heads.base import HeadsError, TargetSpec
+from medusa_plugin.heads.tuning import HeadsTuning, find_tuning
 
 logger = logging.getLogger("vllm.medusa")
 
@@ -58,9 +59,12 @@ class HeadsInfo:
     """Rows of each head's own language-model head; None where the target's is shared."""
     has_bias: bool
     accuracies: Accuracies | None
-    """Entry [h][k]: how often candidate k of head h is right; None without a calibration."""
+    """Entry [h][k]: how often candidate k of head h is right, by the tuning, else by
+    `calibration.json`; None without either."""
     draft_vocab_ranked: int
     """Token ids ranked by frequency in `draft_vocab.safetensors`; 0 without that file."""
+    tuning: HeadsTuning | None = None
+    """What `medusa tune` learnt about these weights."""
 
     @property
     def owns_lm_head(self) -> bool:
@@ -104,8 +108,12 @@ class HeadWeights:
     """`[num_heads, vocab_size, hidden_size]`; None where the target's is shared."""
 
 
-def peek_heads(path: str | Path) -> HeadsInfo:
-    """Read the headers of the heads in directory `path`.
+def peek_heads(path: str | Path, *, use_tuning: bool = True) -> HeadsInfo:
+    """Read the headers of the heads in directory `path`, and what is known about the heads.
+
+    Args:
+        path: the directory.
+        use_tuning: whether to look for the heads' tuning.
 
     Raises:
         HeadsError: a file is missing, corrupt or of another kind; names it and the first bad key.
@@ -116,7 +124,10 @@ def peek_heads(path: str | Path) -> HeadsInfo:
     info = _infer(shapes, file, _read_calibration(directory), _draft_vocab_size(directory))
     _check_shapes(shapes, info)
     _compare_config(directory, info)
-    return info
+    tuning = find_tuning(info.path, info.num_heads) if use_tuning else None
+    if tuning is None:
+        return info
+    return replace(info, tuning=tuning, accuracies=tuning.accuracies)
 
 
 def read_weights(info: HeadsInfo, target: TargetSpec) -> HeadWeights:

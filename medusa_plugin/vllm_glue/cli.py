@@ -16,6 +16,7 @@ _FLAGS = {
     "sizes": "--medusa-sizes",
     "lookup": "--medusa-lookup",
     "draft_vocab_size": "--medusa-draft-vocab-size",
+    "tuning": "--medusa-tuning",
     "acceptance": "--medusa-acceptance",
     "typical_epsilon": "--medusa-typical-epsilon",
     "typical_alpha": "--medusa-typical-alpha",
@@ -76,6 +77,12 @@ def add_arguments(parser: Any) -> Any:
         type=_vocab_size,
         default=argparse.SUPPRESS,
         help="How many of the most frequent tokens the heads may propose. Default: auto.",
+    )
+    group.add_argument(
+        "--medusa-tuning",
+        action=argparse.BooleanOptionalAction,
+        default=argparse.SUPPRESS,
+        help="Use what 'medusa tune' learnt about the heads, where it did. Default: on.",
     )
     group.add_argument(
         "--medusa-acceptance",

@@ -20,6 +20,8 @@ from typing import Any
 from medusa_plugin.vllm_glue.stage_clock import StageClock, engine_stages
 
 Message = dict[str, str]
+Reporter = Callable[[Any], None]
+Work = Callable[[Any, Any, Reporter | None], Any]
 
 START_TIMEOUT_SECONDS = 900.0  # the first compiled start takes about two minutes on 2 cores
 
@@ -139,7 +141,7 @@ class OfflineEngine:
             max_tokens: where to stop at the latest.
             on_text: called with each piece of text as it is generated.
         """
-        answer = self._request(Batch((tuple(messages),), max_tokens), True, on_text)
+        answer: BatchCompletion = self.run(_answer, Batch((tuple(messages),), max_tokens), on_text)
         return Completion(
             answer.token_ids[0],
             answer.texts[0],
@@ -150,7 +152,8 @@ class OfflineEngine:
 
     def generate_batch(self, batch: Batch) -> BatchCompletion:
         """Answer conversations together."""
-        return self._request(batch, False, lambda text: None)
+        completion: BatchCompletion = self.run(_answer, batch)
+        return completion
 
     @property
     def resident_bytes(self) -> int:
@@ -158,20 +161,26 @@ class OfflineEngine:
         pages = int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
 
-    def _request(
-        self, batch: Batch, stream: bool, on_text: Callable[[str], None]
-    ) -> BatchCompletion:
+    def run(self, work: Work, argument: Any, on_report: Reporter | None = None) -> Any:
+        """Run `work` in the child and return its result.
+
+        Args:
+            work: function of a module, called with the `vllm.LLM`, `argument`, and a function that
+                takes reports (None without `on_report`). All that passes is pickled.
+            argument: for `work`.
+            on_report: called here with each report.
+        """
         try:
-            self._connection.send((batch, stream))
+            self._connection.send((work, argument, on_report is not None))
         except (BrokenPipeError, ConnectionResetError):
             raise self._ended() from None
-        return self._receive("done", None, on_text)  # type: ignore[no-any-return]
+        return self._receive("done", None, on_report)
 
     def _receive(
         self,
         expected: str,
         timeout: float | None,
-        on_text: Callable[[str], None] = lambda text: None,
+        on_report: Reporter | None = None,
     ) -> Any:
         while True:
             try:
@@ -182,8 +191,8 @@ class OfflineEngine:
                 kind, value = self._connection.recv()
             except (EOFError, ConnectionResetError):
                 raise self._ended() from None
-            if kind == "text":
-                on_text(value)
+            if kind == "report" and on_report is not None:
+                on_report(value)
             elif kind == "error":
                 raise EngineProcessError(f"the engine failed: {value}\n{self._log_tail()}")
             elif kind == expected:
@@ -225,9 +234,9 @@ def _serve(connection: Connection, settings: EngineSettings, log: str) -> None:
         _answer(llm, Batch((({"role": "user", "content": "Hello"},),), 8))
         connection.send(("ready", time.perf_counter() - started))
         while True:
-            batch, stream = connection.recv()
-            on_text = (lambda text: connection.send(("text", text))) if stream else None
-            connection.send(("done", _answer(llm, batch, on_text)))
+            work, argument, reports = connection.recv()
+            report = (lambda value: connection.send(("report", value))) if reports else None
+            connection.send(("done", work(llm, argument, report)))
     except (EOFError, BrokenPipeError, KeyboardInterrupt):
         return
     except Exception as error:
@@ -235,17 +244,12 @@ def _serve(connection: Connection, settings: EngineSettings, log: str) -> None:
         connection.send(("error", f"{type(error).__name__}: {error}"))
 
 
-def _answer(
-    llm: Any, batch: Batch, on_text: Callable[[str], None] | None = None
-) -> BatchCompletion:
+def _answer(llm: Any, batch: Batch, on_text: Reporter | None = None) -> BatchCompletion:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     tokenizer = llm.get_tokenizer()
-    prompts = [
-        tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
-        for messages in batch.conversations
-    ]
+    prompts = [prompt_ids(tokenizer, messages) for messages in batch.conversations]
     count = len(prompts)
     params = [
         SamplingParams(
@@ -291,6 +295,17 @@ def _answer(
         accepted=accepted_now - accepted,
         stages=tuple(clock.steps),
     )
+
+
+def prompt_ids(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
+    """Token ids of a conversation; its plain text where the model has no chat template."""
+    if tokenizer.chat_template is None:
+        plain: list[int] = tokenizer.encode("\n".join(message["content"] for message in messages))
+        return plain
+    ids: list[int] = tokenizer.apply_chat_template(
+        list(messages), add_generation_prompt=True, return_dict=False
+    )
+    return ids
 
 
 def _draft_counters(llm: Any) -> tuple[int, int]:

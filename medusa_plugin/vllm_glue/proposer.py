@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from medusa_plugin.draft import TreeDrafter
-from medusa_plugin.heads import TargetSpec, load_heads, peek_heads
+from medusa_plugin.heads import DraftHeads, HeadsInfo, TargetSpec, load_heads, peek_heads
+from medusa_plugin.tree.estimate import HeadCalibration
 from medusa_plugin.vllm_glue.support import UnsupportedFeatureError
 from medusa_plugin.vllm_glue.translate import medusa_config, plan_trees
 
@@ -43,11 +45,13 @@ class MedusaProposer:
         heads = load_heads(
             self._config.heads, target, draft_vocab_size=self._config.draft_vocab_size
         )
-        plan = plan_trees(self._config, peek_heads(self._config.heads))
+        info = peek_heads(self._config.heads, use_tuning=self._config.tuning)
+        plan = plan_trees(self._config, info)
         self.drafter = TreeDrafter(
             heads,
             num_nodes=plan.num_nodes,
             tree=plan.topology,
+            calibration=_calibration(info, heads),
             lookup=self._config.looks_up,
             max_rows=self._vllm_config.scheduler_config.max_num_batched_tokens,
         )
@@ -64,6 +68,21 @@ class MedusaProposer:
             "MedusaProposer.propose was called by vLLM's own model runner: the worker class of "
             "medusa is not in use. Start the engine with method 'medusa', not 'custom_class'"
         )
+
+
+def _calibration(info: HeadsInfo, heads: DraftHeads) -> Sequence[HeadCalibration]:
+    """What the heads' tuning says; empty without one."""
+    tuning = info.tuning
+    if tuning is None:
+        return ()
+    if tuning.draft_vocab_size != heads.max_top_k:
+        logger.warning(
+            "medusa: the heads were tuned with a draft vocabulary of %d tokens, but have %d here: "
+            "their estimates start less exact. Run 'medusa tune' with that draft vocabulary",
+            tuning.draft_vocab_size,
+            heads.max_top_k,
+        )
+    return [HeadCalibration(scaling.bias, scaling.scale) for scaling in tuning.calibration]
 
 
 def _output_embedding(target_model: Any) -> torch.Tensor:

@@ -69,7 +69,7 @@ def translate_engine_args(engine_args: Any) -> None:
         _require_nothing_asked(speculative, additional)
         return
     config = _read_options(engine_args.model, speculative, additional.get(OPTIONS_KEY))
-    plan = plan_trees(config, peek_heads(config.heads))
+    plan = plan_trees(config, peek_heads(config.heads, use_tuning=config.tuning))
 
     engine_args.spec_method = engine_args.spec_model = engine_args.spec_tokens = None
     engine_args.speculative_config = {
@@ -105,7 +105,7 @@ def finish_engine_config(vllm_config: Any) -> None:
             )
         return
     config = medusa_config(vllm_config)
-    heads = peek_heads(config.heads)
+    heads = peek_heads(config.heads, use_tuning=config.tuning)
     model_config = vllm_config.model_config
     require_supported_engine(vllm_config)
     if current_platform.is_cuda():

@@ -1,0 +1,1 @@
+"""Learning about heads from the target's own text. Needs no vLLM."""

@@ -1,0 +1,176 @@
+"""Work for the child of `OfflineEngine` that `medusa tune` needs: prompts, records, costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from medusa_plugin.training.record import Answer, RecordingDrafter, loop_start
+from medusa_plugin.tree.budget import StepCosts
+from medusa_plugin.vllm_glue.offline_engine import Reporter, prompt_ids
+
+_MARK = "medusa-user-turn"
+_MIN_WORDS = 3
+_PROMPT_TOKENS = 128
+_TRIES = 4
+"""Prompts are sampled at most that many times over, where many are of no use."""
+MIN_ANSWER_TOKENS = 8
+
+
+class NoUserTurnError(ValueError):
+    """The model has no user turn to sample prompts from; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What the engine runs with."""
+
+    heads: str
+    """Directory of the heads."""
+    num_heads: int
+    num_nodes: int
+    """Most nodes of a tree."""
+    draft_vocab_size: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class RecordRequest:
+    """Prompts to answer greedily while the heads' candidates are recorded."""
+
+    prompts: tuple[str, ...]
+    max_tokens: int
+    top_k: int
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Answers of at least `MIN_ANSWER_TOKENS`, loops cut, and what a step cost meanwhile."""
+
+    answers: tuple[Answer, ...]
+    costs: StepCosts
+
+
+def facts(llm: Any, _: None, report: Reporter | None) -> EngineFacts:
+    """See `EngineFacts`."""
+    from medusa_plugin.vllm_glue.translate import medusa_config
+
+    runner = _runner(llm)
+    drafter = runner.medusa_drafter
+    return EngineFacts(
+        heads=medusa_config(runner.vllm_config).heads,
+        num_heads=drafter.heads.num_heads,
+        num_nodes=drafter.num_nodes,
+        draft_vocab_size=drafter.heads.max_top_k,
+        dtype=str(runner.model_config.dtype).removeprefix("torch."),
+    )
+
+
+def sample_prompts(llm: Any, count: int, report: Reporter | None) -> list[str]:
+    """User prompts that the model makes up itself (Magpie: Xu et al., 2024).
+
+    Fed with nothing but the chat template up to the user's turn, it continues with what a user
+    would ask. Repeated, unfinished, very short and looping ones are left out.
+
+    Args:
+        llm: the engine.
+        count: wanted; fewer come back where the model makes up too few.
+        report: told how many there are.
+
+    Raises:
+        NoUserTurnError: the model has no chat template with a user turn.
+    """
+    from vllm import SamplingParams
+
+    tokenizer = llm.get_tokenizer()
+    before, after = _user_turn(tokenizer)
+    ids = tokenizer.encode(before, add_special_tokens=False)
+    found: dict[str, None] = {}
+    for attempt in range(_TRIES):
+        wanted = count - len(found)
+        params = [
+            SamplingParams(
+                temperature=1.0,
+                min_p=0.005,
+                max_tokens=_PROMPT_TOKENS,
+                stop=[after] if after else [],
+                seed=attempt * count + i,
+            )
+            for i in range(wanted + wanted // 4 + 1)
+        ]
+        outputs = llm.generate([{"prompt_token_ids": ids}] * len(params), params, use_tqdm=False)
+        for output in outputs:
+            completion = output.outputs[0]
+            text = completion.text.strip()
+            if completion.finish_reason == "stop" and is_usable(text, completion.token_ids):
+                found.setdefault(text)
+        if report is not None:
+            report(min(len(found), count))
+        if len(found) >= count:
+            break
+    return list(found)[:count]
+
+
+def is_usable(text: str, token_ids: Any) -> bool:
+    """Whether a sampled prompt is more than a few words and no loop."""
+    import numpy as np
+
+    return len(text.split()) >= _MIN_WORDS and loop_start(np.array(token_ids)) == len(token_ids)
+
+
+def record(llm: Any, request: RecordRequest, report: Reporter | None) -> Recording:
+    """Answer prompts greedily and record the heads' candidates at every token.
+
+    Args:
+        llm: the engine; it drafts nothing from now on.
+        request: what to answer.
+        report: told how many prompts are answered.
+    """
+    from vllm import SamplingParams
+
+    runner = _runner(llm)
+    known = runner.medusa_drafter
+    drafter = RecordingDrafter(known.heads, num_nodes=known.num_nodes, costs=known.costs)
+    drafter.record(request.top_k)
+    runner.drafter.drafter = drafter
+    tokenizer, engine = llm.get_tokenizer(), llm.llm_engine
+    params = SamplingParams(temperature=0.0, max_tokens=request.max_tokens)
+    inner_ids = []  # as the model runner sees them
+    for i, prompt in enumerate(request.prompts):
+        ids = prompt_ids(tokenizer, [{"role": "user", "content": prompt}])
+        inner_ids.append(engine.add_request(str(i), {"prompt_token_ids": ids}, params))
+    answers: dict[int, Answer] = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                i = int(output.request_id)
+                answers[i] = drafter.take(inner_ids[i], output.outputs[0].token_ids)
+                if report is not None:
+                    report(len(answers))
+    cut = [answers[i].cut(loop_start(answers[i].tokens)) for i in sorted(answers)]
+    assert drafter.costs is not None  # tree sizes follow the cost
+    return Recording(
+        tuple(answer for answer in cut if len(answer.tokens) >= MIN_ANSWER_TOKENS), drafter.costs
+    )
+
+
+def _runner(llm: Any) -> Any:
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+
+def _user_turn(tokenizer: Any) -> tuple[str, str]:
+    """What the chat template puts before a first user turn, and how it ends one."""
+    if tokenizer.chat_template is None:
+        raise NoUserTurnError(
+            "the model has no chat template, so there is no user turn to sample prompts from: "
+            "give prompts with --prompts FILE"
+        )
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": _MARK}], add_generation_prompt=False, tokenize=False
+    )
+    before, mark, after = text.partition(_MARK)
+    if not mark:
+        raise NoUserTurnError(
+            "the model's chat template does not show user turns: give prompts with --prompts FILE"
+        )
+    return before, after.strip().split("\n")[0]
