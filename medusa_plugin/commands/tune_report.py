@@ -63,7 +63,8 @@ def cost_table(costs: StepCosts) -> Table:
         table.add_row(str(rows), f"{1e3 * seconds:.1f}")
     draft = float(costs.draft.at(np.array([1.0]))[0])
     table.caption = (
-        f"heads at batch 1: {1e3 * draft:.1f} ms; everything else: {1e3 * costs.fixed:.1f} ms"
+        f"heads at batch 1: {1e3 * draft:.1f} ms; besides, each request: "
+        f"{1e3 * costs.per_request:.1f} ms, each node: {1e3 * costs.per_node:.2f} ms"
     )
     return table
 
@@ -115,7 +116,8 @@ def figures(
             "seconds": costs.verify.seconds,
             "draft_requests": costs.draft.rows,
             "draft_seconds": costs.draft.seconds,
-            "fixed_seconds": costs.fixed,
+            "seconds_per_request": costs.per_request,
+            "seconds_per_node": costs.per_node,
         },
     }
 

@@ -60,7 +60,7 @@ class RecordingDrafter(TreeDrafter):
         for i, request in enumerate(requests):
             steps = self._recorded.setdefault(request.request_id, [])
             steps.append((tokens[i], log_probs[i]))
-        self._evaluated_heads = True  # so their time is not taken for the step's fixed cost
+        self._evaluated_heads = True  # so their time is not taken for the step's other costs
         return [DraftTree.root_only()] * len(requests)
 
     def forget(self, request_ids: Iterable[str]) -> None:

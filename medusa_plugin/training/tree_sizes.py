@@ -88,7 +88,7 @@ def rates(tokens: Floats, costs: StepCosts, batch: int) -> Floats:
         batch: requests.
     """
     sizes = np.arange(len(tokens))
-    seconds = costs.fixed + costs.verify.at(batch * (sizes + 1.0))
+    seconds = costs.step(batch, batch * sizes)
     seconds[1:] += costs.draft.at(np.array([batch], np.float64))
     result: Floats = batch * tokens / seconds
     return result
