@@ -87,7 +87,7 @@ def rates(tokens: Floats, costs: StepCosts, batch: int) -> Floats:
         costs: of a step.
         batch: requests.
     """
-    sizes = np.arange(len(tokens))
+    sizes = np.arange(len(tokens), dtype=np.float64)
     seconds = costs.step(batch, batch * sizes)
     seconds[1:] += costs.draft.at(np.array([batch], np.float64))
     result: Floats = batch * tokens / seconds
