@@ -40,9 +40,9 @@ class MedusaConfig(BaseModel):
     """"auto": each step as many nodes as pay, by the measured cost of a step, the load and what
     was accepted lately; "fixed": always as many as are allowed."""
 
-    lookup: bool | None = None
-    """Whether candidates from prompt look-up (n-grams of the request's own text) join the trees.
-    None: where the trees are dynamic, which they need."""
+    lookup: bool = False
+    """Whether candidates from prompt look-up (n-grams of the request's own text) join the trees;
+    dynamic trees only."""
 
     draft_vocab_size: Annotated[int, Field(ge=1)] | Literal["auto", "full"] = "auto"
     """How many of the most frequent tokens the heads may propose. "auto": 4096 where the heads
@@ -61,11 +61,6 @@ class MedusaConfig(BaseModel):
 
     typical_alpha: float = Field(default=0.3, gt=0, allow_inf_nan=False)
     """The typical rule also accepts above alpha * exp(-entropy of the target's distribution)."""
-
-    @property
-    def looks_up(self) -> bool:
-        """Whether look-up is on."""
-        return self.tree == "dynamic" if self.lookup is None else self.lookup
 
     @model_validator(mode="after")
     def _look_up_needs_dynamic_trees(self) -> MedusaConfig:

@@ -68,8 +68,8 @@ def add_arguments(parser: Any) -> Any:
         "--medusa-lookup",
         action=argparse.BooleanOptionalAction,
         default=argparse.SUPPRESS,
-        help="Let candidates from the request's own text (n-grams) join the trees. Default: on "
-        "with dynamic trees, which it needs.",
+        help="Let candidates from the request's own text (n-grams) join the trees, which "
+        "must be dynamic. Default: off.",
     )
     group.add_argument(
         "--medusa-draft-vocab-size",

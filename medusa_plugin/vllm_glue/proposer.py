@@ -52,7 +52,7 @@ class MedusaProposer:
             num_nodes=plan.num_nodes,
             tree=plan.topology,
             calibration=_calibration(info, heads),
-            lookup=self._config.looks_up,
+            lookup=self._config.lookup,
             max_rows=self._vllm_config.scheduler_config.max_num_batched_tokens,
         )
         logger.info("medusa heads loaded in %.2f s", time.perf_counter() - started)

@@ -125,7 +125,7 @@ def finish_engine_config(vllm_config: Any) -> None:
         heads.describe(),
         plan.describe(),
         config.sizes,
-        "on" if config.looks_up else "off",
+        "on" if config.lookup else "off",
         config.draft_vocab_size,
         "typical (LOSSY)" if config.acceptance == "typical" else "lossless (greedy and sampled)",
     )
