@@ -13,10 +13,11 @@ from medusa_plugin.accept import AcceptedPath
 from medusa_plugin.batch import StepRequest
 from medusa_plugin.branches import LookupSource
 from medusa_plugin.heads.base import DraftHeads
-from medusa_plugin.tree.budget import CostLearner, DraftSwitch, Sizes, StepCosts, choose_sizes
+from medusa_plugin.tree.budget import CostLearner, StepCosts, choose_sizes
 from medusa_plugin.tree.draft_tree import DraftTree, relations
 from medusa_plugin.tree.dynamic import Branches, FloatArray, Int64Array, RankedNodes, rank_nodes
-from medusa_plugin.tree.estimate import HeadCalibration, HeadsEstimate
+from medusa_plugin.tree.estimate import HeadCalibration, HeadsEstimate, TreesEstimate
+from medusa_plugin.tree.switch import DraftSwitch
 from medusa_plugin.tree.token_tree import TokenTree
 
 
@@ -42,12 +43,15 @@ class Drafter(Protocol):
         """Drop what is kept for requests that ended."""
         ...
 
-    def observe_step(self, num_rows: int, num_requests: int, seconds: float) -> None:
+    def observe_step(
+        self, num_rows: int, num_requests: int, num_tokens: int, seconds: float
+    ) -> None:
         """Learn what a step took that did nothing but decode.
 
         Args:
             num_rows: verified, of all requests.
             num_requests: of the batch; all of them drafted.
+            num_tokens: gained, of all requests.
             seconds: from its start until its drafts were there.
         """
         ...
@@ -102,7 +106,9 @@ class TreeDrafter:
         self._static = None if tree is None else _Static.of(tree)
         wanted = num_nodes if tree is None else max(tree.ranks) + 1
         self._top_k = min(wanted, heads.max_top_k)
+        self._trees_estimate = TreesEstimate()
         self._switch = DraftSwitch()
+        self._asked_switch = False
         self._evaluated_heads = False
         if lookup and tree is not None:
             raise ValueError("branches from look-up need dynamic trees")
@@ -128,36 +134,46 @@ class TreeDrafter:
         """See `Drafter.draft`."""
         ids = [request.request_id for request in requests]
         self.estimate.observe(ids, [path.tokens for path in paths])
+        for request, path in zip(requests, paths, strict=True):
+            self._trees_estimate.observe(request.request_id, request.tree.num_nodes, len(path.rows))
         branches = self._branches(requests, paths)
         limits = np.array([request.options.node_limit(self.num_nodes) for request in requests])
+        self._asked_switch = self._evaluated_heads = False
         if not limits.any():  # nobody wants a draft
-            self._evaluated_heads = False
             return [DraftTree.root_only()] * len(requests)
         if self.costs is None:
             ranked = self._with_heads(requests, paths, hidden_states, branches)
             return _trees(ranked, np.minimum(limits, np.isfinite(ranked.log_probs).sum(1)))
-        # What look-up alone would gain; without it, nothing.
-        ranked, sizes = self._without_heads(branches, limits)
+        self._asked_switch = True
         self._evaluated_heads = self._switch.should_draft(len(requests))
         if self._evaluated_heads:
-            without = sizes.gain
             ranked = self._with_heads(requests, paths, hidden_states, branches)
-            sizes = self._sizes(ranked, limits)
-            self._judge(sizes.gain / without, len(requests))
-        return _trees(ranked, sizes.nodes)
+        elif branches is not None:
+            nothing = np.zeros((len(limits), 0, 0), np.int64)
+            ranked = rank_nodes(nothing, nothing.astype(np.float32), self.num_nodes, branches)
+        else:
+            return [DraftTree.root_only()] * len(requests)
+        return _trees(ranked, self._sizes(ids, ranked, limits, self.costs))
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """See `Drafter.forget`."""
         self.estimate.forget(request_ids)
+        self._trees_estimate.forget(request_ids)
         if self._lookup is not None:
             self._lookup.forget(request_ids)
 
-    def observe_step(self, num_rows: int, num_requests: int, seconds: float) -> None:
+    def observe_step(
+        self, num_rows: int, num_requests: int, num_tokens: int, seconds: float
+    ) -> None:
         """See `Drafter.observe_step`."""
         if self._learner is None:
             return
+        costs = self._learner.costs
+        if self._asked_switch:
+            usual = float(costs.verify.at(np.array([num_requests], np.float64))[0])
+            self._switch.observe(num_requests, num_tokens, seconds / usual)
         if self._evaluated_heads:
-            seconds -= self._learner.costs.draft_seconds(num_requests)
+            seconds -= costs.draft_seconds(num_requests)
         self._learner.observe(num_requests, num_rows - num_requests, seconds)
 
     def _branches(
@@ -176,16 +192,6 @@ class TreeDrafter:
             # Beside the heads' chain a branch would fork.
             branches.probs[[i for i, request in enumerate(requests) if request.chain_only]] = 0
         return branches
-
-    def _without_heads(
-        self, branches: Branches | None, limits: Int64Array
-    ) -> tuple[RankedNodes, Sizes]:
-        """Nodes of the branches alone, and the sizes that pay."""
-        nothing = np.zeros((len(limits), 0, 0), np.int64)
-        ranked = rank_nodes(nothing, nothing.astype(np.float32), self.num_nodes, branches)
-        if branches is None:
-            return ranked, Sizes(np.zeros(len(limits), np.int64), 1.0)
-        return ranked, self._sizes(ranked, limits)
 
     def _with_heads(
         self,
@@ -223,17 +229,23 @@ class TreeDrafter:
         parents = np.tile(self.tree.parent_array, (len(tokens), 1))
         return RankedNodes(values, parents, tokens[:, static.heads, static.ranks])
 
-    def _sizes(self, ranked: RankedNodes, limits: Int64Array) -> Sizes:
-        """The sizes that pay."""
-        assert self.costs is not None
+    def _sizes(
+        self, ids: Sequence[str], ranked: RankedNodes, limits: Int64Array, costs: StepCosts
+    ) -> Int64Array:
+        """`[batch]` nodes of each request, as many as pay."""
         probs = np.exp(ranked.log_probs)
-        return choose_sizes(probs, limits, self.costs, self.max_rows - len(probs))
-
-    def _judge(self, gain: float, batch: int) -> None:
-        """Learn whether evaluating the heads paid; `gain` is the speed over that without them."""
-        assert self.costs is not None
-        plain = float(self.costs.step(batch, np.zeros(1))[0])
-        self._switch.judge(gain, self.costs.draft_seconds(batch) / plain)
+        nodes = choose_sizes(
+            probs * min(self._trees_estimate.ratio, 1.0),
+            limits,
+            costs,
+            self.max_rows - len(ids),
+            costs.draft_seconds(len(ids)) if self._evaluated_heads else 0.0,
+        )
+        sums = probs.cumsum(1)
+        for i, n in enumerate(nodes.tolist()):
+            if n:
+                self._trees_estimate.expect(ids[i], n, float(sums[i, n - 1]))
+        return nodes
 
 
 def _trees(ranked: RankedNodes, sizes: Int64Array) -> list[DraftTree]:

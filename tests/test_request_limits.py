@@ -13,7 +13,7 @@ from medusa_plugin.batch import StepRequest
 from medusa_plugin.draft import TreeDrafter
 from medusa_plugin.heads.base import Candidates, DraftHeads
 from medusa_plugin.request_options import RequestOptions
-from medusa_plugin.tree.budget import CostCurve, CostLearner, StepCosts
+from medusa_plugin.tree.budget import CostCurve, StepCosts
 from medusa_plugin.tree.draft_tree import DraftTree
 from medusa_plugin.tree.token_tree import TokenTree
 
@@ -84,6 +84,6 @@ def test_heads_rest_and_cost_nothing_where_nobody_wants_drafts() -> None:
     assert sizes(drafter, RequestOptions(enabled=False)) == [0]
     assert heads.calls == 1
     # A step of 1.25 s: with the heads' .25 there would be nothing left that the request adds.
-    drafter.observe_step(1, 1, 1.25)
+    drafter.observe_step(1, 1, 1, 1.25)
     assert drafter.costs is not None
-    assert drafter.costs.per_request == pytest.approx(0.25 / (1 + CostLearner.PRIOR))
+    assert drafter.costs.per_request == pytest.approx(0.25)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import tvm_ffi
 from torch import Tensor
@@ -84,11 +85,11 @@ class TreeBatch:
                     f"tree {t} starts at query row {starts[t]}, which is negative or inside another"
                 )
             end = starts[t] + lens[t]
-        row = torch.arange(rows)
-        own = self.ancestor_masks[:, row, row // WORD_BITS] >> row % WORD_BITS
-        blind = (own & 1 == 0) & (row < self.query_len[:, None])
+        row = np.arange(rows)
+        own = self.ancestor_masks.numpy()[:, row, row // WORD_BITS] >> row % WORD_BITS
+        blind = (own & 1 == 0) & (row < self.query_len.numpy()[:, None])
         if blind.any():
-            t, r = blind.nonzero()[0].tolist()
+            t, r = np.argwhere(blind)[0].tolist()
             raise ValueError(f"row {r} of tree {t} does not see itself: bit {r} of its mask is 0")
         self._cache["query_end"] = end
 
@@ -105,7 +106,7 @@ class TreeBatch:
         key = ("blocks", num_blocks, block_size)
         if key in self._cache or not len(self):
             return
-        used = -(-(self.context_len + self.query_len) // block_size)
+        used = -(-(self.context_len.numpy() + self.query_len.numpy()) // block_size)
         width = self.block_table.shape[1]
         if int(used.max()) > width:
             t = int(used.argmax())
@@ -114,10 +115,10 @@ class TreeBatch:
                 f"{int(self.context_len[t])} + {int(self.query_len[t])} rows), block_table has "
                 f"{width} columns"
             )
-        table = self.block_table
-        wrong = (torch.arange(width) < used[:, None]) & ((table < 0) | (table >= num_blocks))
+        table = self.block_table.numpy()
+        wrong = (np.arange(width) < used[:, None]) & ((table < 0) | (table >= num_blocks))
         if wrong.any():
-            t, b = wrong.nonzero()[0].tolist()
+            t, b = np.argwhere(wrong)[0].tolist()
             raise ValueError(
                 f"block_table[{t}, {b}] is {int(table[t, b])}, the cache has {num_blocks} blocks"
             )
@@ -178,10 +179,11 @@ def _visible(batch: TreeBatch, window: int | None) -> tuple[Tensor, Tensor]:
     rows, words = masks.shape[1:]
     count = batch.query_len[:, None]
     if window is None:
-        inside = (count - WORD_BITS * torch.arange(words)).clamp(0, WORD_BITS)
-        full = torch.where(inside == WORD_BITS, -1, (1 << inside % WORD_BITS) - 1)
+        firsts = WORD_BITS * np.arange(words, dtype=np.int64)
+        inside = np.clip(count.numpy() - firsts, 0, WORD_BITS)
+        full = np.where(inside == WORD_BITS, -1, (np.int64(1) << inside % WORD_BITS) - 1)
         starts = torch.zeros(masks.shape[:2], dtype=torch.int32)
-        return masks & full[:, None].long(), starts
+        return torch.from_numpy(masks.numpy() & full[:, None]), starts
     seen = _bits(masks, rows) & (torch.arange(rows) < count)[:, None]
     depth = seen.sum(-1) - 1
     seen &= depth[:, None] > depth[:, :, None] - window
@@ -239,7 +241,7 @@ def _make_plan(
         torch.empty(partials * kv_heads, ITEM_ROWS, head_dim),
         torch.empty(partials * kv_heads, ITEM_ROWS, 2),
     )
-    merge_work = int((merge_table[:, 3] * merge_table[:, 5]).sum()) * head_dim
+    merge_work = sum(merge[3] * merge[5] for merge in merges) * kv_heads * head_dim
     parallel_merge = int(threads > 1 and merge_work >= _PARALLEL_MERGE)
     arguments = (*map(tvm_ffi.from_dlpack, tensors), parallel_merge)
     return WorkPlan(item_table, merge_table, arguments)
@@ -247,11 +249,13 @@ def _make_plan(
 
 def _for_all_heads(rows: list[list[int]], kv_heads: int, column: int, partials: int) -> Tensor:
     """Rows of one head repeated for each; `column`, if not negative, counts on per head."""
-    table = torch.tensor(rows, dtype=torch.int32).reshape(-1, 8).repeat_interleave(kv_heads, 0)
-    head = torch.arange(kv_heads, dtype=torch.int32).repeat(len(rows))
+    if not rows:  # NumPy gives empty arrays other strides
+        return torch.empty(0, 8, dtype=torch.int32)
+    table = np.array(rows, np.int32).repeat(kv_heads, 0)
+    head = np.tile(np.arange(kv_heads, dtype=np.int32), len(rows))
     table[:, 1] = head
-    table[:, column] += torch.where(table[:, column] >= 0, head * partials, 0).to(torch.int32)
-    return table
+    table[:, column] += np.where(table[:, column] >= 0, head * partials, 0)
+    return torch.from_numpy(table)
 
 
 def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:

@@ -56,6 +56,26 @@ class CostCurve:
         return result
 
 
+@dataclass
+class FadingMean:
+    """Mean of which older entries fade."""
+
+    fade: float
+    """Per entry."""
+    weight: float = 0.0
+    """Of what it knows, in entries."""
+    value: float = 0.0
+
+    def add(self, value: float) -> None:
+        """Count an entry."""
+        self.weight = self.fade * self.weight + 1
+        self.value += (value - self.value) / self.weight
+
+    def restart(self) -> None:
+        """Let the next entry stand alone."""
+        self.weight = 0.0
+
+
 @dataclass(frozen=True)
 class StepCosts:
     """What the parts of a decode step cost on this machine."""
@@ -63,31 +83,33 @@ class StepCosts:
     verify: CostCurve
     """Target forward pass and its language-model head, by rows of the whole batch."""
     draft: CostCurve
-    """Evaluating the heads, by requests."""
+    """Evaluating the heads and ranking their candidates, by requests."""
     per_request: float = 0.0
     """Seconds that each request adds (attention to its context, sampling, book-keeping)."""
     per_node: float = 0.0
     """Seconds that each node adds beyond its row in `verify` (attention, its tree)."""
+    per_request_with_trees: float = 0.0
+    """Seconds that each request adds besides as soon as there is any node in the batch."""
 
     def step(self, requests: int, nodes: FloatArray) -> FloatArray:
         """Seconds of steps of so many requests and so many nodes in all; drafting is extra."""
+        per_request = self.per_request + self.per_request_with_trees * (nodes > 0)
         rows = requests + nodes
-        result: FloatArray = (
-            self.verify.at(rows) + self.per_request * requests + self.per_node * nodes
-        )
+        result: FloatArray = self.verify.at(rows) + per_request * requests + self.per_node * nodes
         return result
 
     def draft_seconds(self, requests: int) -> float:
-        """Seconds of evaluating the heads."""
+        """Seconds of drafting for so many."""
         return float(self.draft.at(np.array([requests], np.float64))[0])
 
 
 class CostLearner:
     """Keeps `StepCosts` true while the engine runs.
 
-    What a step took beyond the measured curves is explained by its requests and its nodes: least
-    squares over the recent steps. Trees differ from step to step, so both show. Where there were
-    no nodes for long the record of them fades, and they are tried again at the measured cost.
+    What a step took beyond the measured curves is spread over its requests; what of that varies
+    with their nodes is put down to the nodes: least squares over the recent steps of a like load,
+    since between loads much else differs. Trees differ from step to step, so their cost shows;
+    while there are none, what was known of it stays.
 
     Args:
         costs: as measured at start.
@@ -95,13 +117,20 @@ class CostLearner:
 
     FADE = 0.98
     """Per step: reaches back about 50."""
-    PRIOR = 64.0
-    """Squared requests or nodes that the start counts for."""
+    PRIOR = 8.0
+    """Squared nodes per request that the cost of a node known at start counts for."""
 
     def __init__(self, costs: StepCosts) -> None:
         self.costs = costs
-        self._products = np.zeros((2, 2))
-        self._targets = np.zeros(2)
+        self._start_per_node = costs.per_node
+        self._load = 0
+        self._plain = FadingMean(self.FADE)
+        """Seconds beyond the curves per request, in steps without nodes."""
+        self._nodes = FadingMean(self.FADE)
+        """Nodes per request, and what such steps took beyond the curves."""
+        self._beyond = FadingMean(self.FADE)
+        self._variance = 0.0
+        self._covariance = 0.0
 
     def observe(self, requests: int, nodes: int, seconds: float) -> None:
         """Learn from a step.
@@ -111,43 +140,64 @@ class CostLearner:
             nodes: verified, of all requests.
             seconds: of the step, drafting left out.
         """
+        if requests.bit_length() != self._load:
+            self._load = requests.bit_length()
+            for mean in (self._plain, self._nodes, self._beyond):
+                mean.restart()
         known = float(self.costs.verify.at(np.array([requests + nodes], np.float64))[0])
         # A hiccup of the machine must not count for more than two steps.
-        beyond = min(max(seconds - known, 0.0), 2 * known)
-        amounts = np.array([requests, nodes], np.float64)
-        self._products = self.FADE * self._products + np.outer(amounts, amounts)
-        self._targets = self.FADE * self._targets + beyond * amounts
-        per_request, per_node = np.linalg.solve(
-            self._products + self.PRIOR * np.eye(2), self._targets
-        ).tolist()
+        beyond = min(seconds - known, 2 * known) / requests
+        if nodes:
+            self._add(nodes / requests, beyond)
+        else:
+            self._plain.add(beyond)
+        spread = self._variance + self.PRIOR
+        per_node = (self._covariance + self.PRIOR * self._start_per_node) / spread
+        per_node = max(per_node, 0.0)
+        with_trees = self._beyond.value - per_node * self._nodes.value
+        per_request = self._plain.value if self._plain.weight else with_trees
         self.costs = replace(
-            self.costs, per_request=max(per_request, 0.0), per_node=max(per_node, 0.0)
+            self.costs,
+            per_request=max(per_request, 0.0),
+            per_node=per_node,
+            per_request_with_trees=max(with_trees - max(per_request, 0.0), 0.0)
+            if self._beyond.weight
+            else self.costs.per_request_with_trees,
         )
 
+    def _add(self, nodes: float, beyond: float) -> None:
+        off, off_beyond = nodes - self._nodes.value, beyond - self._beyond.value
+        self._nodes.add(nodes)
+        self._beyond.add(beyond)
+        # Around the means from before and after: nothing from the first step of a load.
+        rest = 1 - 1 / self._nodes.weight
+        self._variance = self.FADE * self._variance + rest * off * off
+        self._covariance = self.FADE * self._covariance + rest * off * off_beyond
 
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes chosen and what is expected of them."""
 
-    nodes: Int64Array
-    """`[batch]` nodes of each request."""
-    gain: float
-    """Expected tokens per second over those of the same step without any node; at least 1."""
-
-
-def choose_sizes(probs: FloatArray, limits: Int64Array, costs: StepCosts, max_nodes: int) -> Sizes:
+def choose_sizes(
+    probs: FloatArray,
+    limits: Int64Array,
+    costs: StepCosts,
+    max_nodes: int,
+    spent: float = 0.0,
+) -> Int64Array:
     """Sizes that maximise the expected tokens per second of the next step.
 
     A step yields one token per request and, in expectation, the sum of its nodes' probabilities.
     Nodes are added most probable first over all requests, so each tree is a prefix of its own
-    ranking; of all counts the one with the most tokens per second is taken. What drafting cost
-    is spent when this is asked, so it does not count.
+    ranking; of all counts the one with the most tokens per second is taken. Time already spent on
+    the step counts: the longer a step takes anyway, the more a token in it is worth.
 
     Args:
         probs: `[batch, n]` of the requests' ranked nodes, falling along each row.
         limits: `[batch]` nodes that a request may have at most.
         costs: of a step.
         max_nodes: nodes that fit the scheduler's budget for the batch.
+        spent: seconds that drafting took.
+
+    Returns:
+        `[batch]` nodes of each request.
     """
     batch, n = probs.shape
     allowed = np.where(np.arange(n) < limits[:, None], probs, 0.0).ravel()
@@ -155,55 +205,8 @@ def choose_sizes(probs: FloatArray, limits: Int64Array, costs: StepCosts, max_no
     order = np.argsort(-allowed, kind="stable")[: max(0, max_nodes)]
     order = order[allowed[order] > 0]
     tokens = batch + np.concatenate([[0.0], np.cumsum(allowed[order], dtype=np.float64)])
-    rates = tokens / costs.step(batch, np.arange(len(tokens), dtype=np.float64))
+    seconds = costs.step(batch, np.arange(len(tokens), dtype=np.float64))
+    rates = tokens / (seconds + spent)
     best = int(np.argmax(rates))
     nodes = np.bincount(order[:best] // n, minlength=batch) if n else np.zeros(batch, np.int64)
-    return Sizes(nodes.astype(np.int64), float(rates[best] / rates[0]))
-
-
-class DraftSwitch:
-    """Whether drafting pays: off when it does not, on again now and then to look.
-
-    Drafting is paid before its result is known. While its expected gain, averaged over steps, does
-    not cover its cost, it is skipped for a pause that doubles with each further look, up to
-    `MAX_PAUSE` steps. When the load has fallen it looks at once.
-    """
-
-    MEMORY = 8
-    """Steps that the average reaches back: a single step's candidates may be poor."""
-    MAX_PAUSE = 64
-
-    def __init__(self) -> None:
-        self._advantage: float | None = None
-        self._pause = 0
-        self._left = 0
-        self._load = 0
-
-    def should_draft(self, load: int) -> bool:
-        """Whether to draft in this step for `load` requests; called once a step."""
-        if load < self._load:
-            self._advantage, self._pause, self._left = None, 0, 0
-        self._load = load
-        if self._left:
-            self._left -= 1
-            return False
-        return True
-
-    def judge(self, gain: float, cost: float) -> None:
-        """Learn from a drafted step.
-
-        Args:
-            gain: `Sizes.gain`.
-            cost: time of drafting as a share of a step without nodes.
-        """
-        advantage = gain - 1.0 - cost
-        if self._advantage is None:  # the first step alone must not decide
-            self._advantage = max(advantage, cost)
-        self._advantage += (advantage - self._advantage) / self.MEMORY
-        if self._advantage >= 0:
-            self._pause = 0
-        elif advantage > 0:  # things may have changed: look again soon
-            self._pause = 1
-        else:
-            self._pause = min(max(1, 2 * self._pause), self.MAX_PAUSE)
-        self._left = self._pause
+    return nodes.astype(np.int64)

@@ -156,3 +156,39 @@ class HeadsEstimate:
         for request_id in request_ids:
             self._requests.pop(request_id, None)
             self._offers.pop(request_id, None)
+
+
+@dataclass
+class TreesEstimate:
+    """How many of the nodes that were drafted get accepted, against what was expected of them.
+
+    Trees take the most promising candidates, and of estimates with errors the greatest are too
+    great; this corrects what is left of it after `HeadsEstimate`.
+    """
+
+    FADE = 0.995
+    """Per judgement: reaches back about 200 trees."""
+    PRIOR = 10.0
+    _evidence: Evidence = field(init=False, default_factory=Evidence)
+    _expected: dict[str, tuple[int, float]] = field(init=False, default_factory=dict)
+
+    @property
+    def ratio(self) -> float:
+        """Accepted nodes per node expected to be."""
+        return self._evidence.ratio(self.PRIOR)
+
+    def expect(self, request_id: str, num_nodes: int, accepted: float) -> None:
+        """Note a tree: of its nodes so many are expected to be accepted, uncorrected."""
+        self._expected[request_id] = num_nodes, accepted
+
+    def observe(self, request_id: str, num_nodes: int, accepted: int) -> None:
+        """Judge the tree noted last by how many of the nodes verified were accepted."""
+        noted = self._expected.pop(request_id, None)
+        if noted is not None and noted[0] == num_nodes:  # it was granted as a whole
+            self._evidence.fade(self.FADE)
+            self._evidence.add(accepted, noted[1])
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Drop what is kept for requests that ended."""
+        for request_id in request_ids:
+            self._expected.pop(request_id, None)

@@ -4,39 +4,47 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import platform
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from medusa_plugin.accept import AcceptedPath
+from medusa_plugin.batch import StepRequest
 from medusa_plugin.cost_cache import read_costs, write_costs
-from medusa_plugin.heads.base import DraftHeads
+from medusa_plugin.draft import TreeDrafter
+from medusa_plugin.request_options import RequestOptions
 from medusa_plugin.tree.budget import CostCurve, StepCosts
+from medusa_plugin.tree.draft_tree import DraftTree
 from medusa_plugin.vllm_glue import host
 
 logger = logging.getLogger("vllm.medusa")
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48, 64, 96, 128)
 REPETITIONS = 5
+MAX_REPETITIONS = 12
+"""While there is more noise than `MAX_NOISE`: on a busy machine."""
 MAX_NOISE = 1.25
 """A curve with more noise is not kept."""
 
 
-def step_costs(runner: Any, heads: DraftHeads) -> StepCosts:
+def step_costs(runner: Any, drafter: TreeDrafter) -> StepCosts:
     """Costs of this engine's steps, from the cache or measured now (a few seconds).
 
     Args:
         runner: vLLM's model runner, ready to run.
-        heads: the draft heads.
+        drafter: knows no costs yet, so that it drafts trees of full size.
     """
-    circumstances = _circumstances(runner, heads)
+    circumstances = _circumstances(runner, drafter)
     costs = read_costs(circumstances)
     if costs is None:
         started = time.perf_counter()
-        costs = _measure(runner, heads)
+        costs = _measure(runner, drafter)
         logger.info("medusa: step costs measured in %.1f s", time.perf_counter() - started)
         if costs.verify.noise > MAX_NOISE:
             logger.warning(
@@ -57,28 +65,46 @@ def step_costs(runner: Any, heads: DraftHeads) -> StepCosts:
 
 
 @torch.inference_mode()
-def _measure(runner: Any, heads: DraftHeads) -> StepCosts:
-    config = runner.vllm_config
+def _measure(runner: Any, drafter: TreeDrafter) -> StepCosts:
     most = min(runner.max_num_tokens, ROWS[-1])
     rows = [count for count in ROWS if count <= most]
     batches = [count for count in (1, 2, 4, 8, 16, 32, 64) if count <= runner.max_num_reqs]
-    width = config.model_config.get_hidden_size()
-    dtype, device = config.model_config.dtype, runner.device
-    top_k = min(config.speculative_config.num_speculative_tokens, heads.max_top_k)
 
     def verify(count: int) -> None:
         hidden, _ = runner._dummy_run(count)
         runner.model.compute_logits(hidden[:count])
-        _wait(device)
+        _wait(runner.device)
 
-    def draft(count: int) -> None:
-        hidden = torch.zeros(count, width, dtype=dtype, device=device)
-        roots = torch.zeros(count, dtype=torch.int64, device=device)
-        candidates = heads.propose(hidden, roots, top_k)
-        candidates.token_ids.cpu()
-        candidates.log_probs.cpu()
+    drafts = {count: _draft_work(runner, drafter, count) for count in batches}
+    return StepCosts(_curve(verify, rows), _curve(lambda count: drafts[count](), batches))
 
-    return StepCosts(_curve(verify, rows), _curve(draft, batches))
+
+def _draft_work(runner: Any, drafter: TreeDrafter, count: int) -> Callable[[], None]:
+    """What it takes to draft for `count` requests."""
+    config = runner.vllm_config.model_config
+    ids = [f"cost-{i}" for i in range(count)]
+    requests = [
+        StepRequest(
+            request_id=request_id,
+            tree=DraftTree.root_only(),
+            first_row=i,
+            root_position=0,
+            committed=np.zeros(1, np.int32),
+            drafts_next=True,
+            chain_only=False,
+            options=RequestOptions(),
+            typical_temperature=None,
+        )
+        for i, request_id in enumerate(ids)
+    ]
+    paths = [AcceptedPath((), (0,))] * count
+    hidden = torch.zeros(count, config.get_hidden_size(), dtype=config.dtype, device=runner.device)
+
+    def work() -> None:
+        drafter.draft(requests, paths, hidden)
+        drafter.forget(ids)  # nothing is to be learnt from this
+
+    return work
 
 
 def _curve(work: Callable[[int], None], counts: Sequence[int]) -> CostCurve:
@@ -86,14 +112,18 @@ def _curve(work: Callable[[int], None], counts: Sequence[int]) -> CostCurve:
 
     The counts take turns, so that a slow moment of the machine does not fall on one of them.
     """
-    times: dict[int, list[float]] = {count: [] for count in counts}
-    for repetition in range(REPETITIONS + 1):
-        for count in counts:
+    for count in counts:
+        work(count)  # the first call of a shape prepares it
+    seconds = [math.inf] * len(counts)
+    for repetition in range(MAX_REPETITIONS):
+        for i, count in enumerate(counts):
             started = time.perf_counter()
             work(count)
-            if repetition:  # the first call of a shape prepares it
-                times[count].append(time.perf_counter() - started)
-    return CostCurve(tuple(counts), tuple(min(times[count]) for count in counts))
+            seconds[i] = min(seconds[i], time.perf_counter() - started)
+        curve = CostCurve(tuple(counts), tuple(seconds))
+        if repetition + 1 >= REPETITIONS and curve.noise <= MAX_NOISE:
+            return curve
+    return curve
 
 
 def _wait(device: torch.device) -> None:
@@ -101,8 +131,8 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _circumstances(runner: Any, heads: DraftHeads) -> dict[str, str]:
-    config = runner.vllm_config
+def _circumstances(runner: Any, drafter: TreeDrafter) -> dict[str, str]:
+    config, heads = runner.vllm_config, drafter.heads
     model = config.model_config
     return {
         "model": _shape(model),
@@ -110,6 +140,7 @@ def _circumstances(runner: Any, heads: DraftHeads) -> dict[str, str]:
         "quantization": str(model.quantization),
         "compilation": str(config.compilation_config.mode),
         "heads": f"{type(heads).__name__} x {heads.num_heads}, {heads.max_top_k} tokens",
+        "trees": f"{drafter.num_nodes} nodes, {'dynamic' if drafter.tree is None else 'static'}",
         "processor": _processor(runner.device),
         "threads": str(torch.get_num_threads()),
         "vllm": str(host.installed_version()),

@@ -90,6 +90,7 @@ class MedusaModelRunner(GPUModelRunner):
         self._sample_hidden_states: torch.Tensor | None = None
         self._drafts: list[DraftTree | None] = []
         self._step_started = 0.0
+        self._num_tokens = 0
         self.kv_cache_group: KVCacheGroup | None = None
 
     # Start-up
@@ -123,7 +124,7 @@ class MedusaModelRunner(GPUModelRunner):
     def measure_costs(self) -> None:
         """Tell the drafter what a step costs here, if tree sizes are to follow it."""
         if self.drafter.sizes_follow_cost:
-            self.drafter.drafter.costs = step_costs(self, self.drafter.drafter.heads)
+            self.drafter.drafter.costs = step_costs(self, self.drafter.drafter)
 
     # Before the forward pass
 
@@ -175,8 +176,11 @@ class MedusaModelRunner(GPUModelRunner):
             return result
         metadata_by_layer = result[0]
         num_requests = len(granted.trees)
-        plain = [i for i in range(num_requests) if granted.trees[i].is_chain]
-        trees = self._tree_batch(granted)
+        # One call for all that decode: only prefills are left to vLLM's kernel.
+        num_rows = np.diff(self.query_start_loc.np[: num_requests + 1])
+        decoding = [i for i, tree in enumerate(granted.trees) if tree.num_rows == num_rows[i]]
+        plain = [i for i, tree in enumerate(granted.trees) if tree.num_rows != num_rows[i]]
+        trees = self._tree_batch(granted, decoding)
         for group in self.attn_groups[0]:
             group.get_metadata_builder(0).attach_trees(
                 metadata_by_layer[group.layer_names[0]],
@@ -186,19 +190,18 @@ class MedusaModelRunner(GPUModelRunner):
             )
         return result
 
-    def _tree_batch(self, granted: GrantedTrees) -> TreeBatch:
-        branching = granted.branching
-        trees = [granted.trees[i] for i in branching]
+    def _tree_batch(self, granted: GrantedTrees, requests: list[int]) -> TreeBatch:
+        trees = [granted.trees[i] for i in requests]
         query_len = np.array([tree.num_rows for tree in trees], dtype=np.int32)
         masks = np.zeros((len(trees), int(query_len.max()), 1), dtype=np.int64)
         for mask, tree in zip(masks, trees, strict=True):
             mask[: tree.num_rows, 0] = tree.masks
-        context_len = granted.root_positions[branching].astype(np.int32)
+        context_len = granted.root_positions[requests].astype(np.int32)
         assert self.kv_cache_group is not None
         width = -(-int((context_len + query_len).max()) // self.kv_cache_group.block_size)
-        blocks = self.input_batch.block_table[0].get_numpy_array()[branching, :width]
+        blocks = self.input_batch.block_table[0].get_numpy_array()[requests, :width]
         return TreeBatch(
-            query_start=torch.from_numpy(granted.root_rows[branching].astype(np.int32)),
+            query_start=torch.from_numpy(granted.root_rows[requests].astype(np.int32)),
             query_len=torch.from_numpy(query_len),
             context_len=torch.from_numpy(context_len),
             ancestor_masks=torch.from_numpy(masks),
@@ -229,7 +232,9 @@ class MedusaModelRunner(GPUModelRunner):
         # More rows than the trees have belong to prefills.
         if num_rows == self.query_start_loc.np[len(granted.trees)]:
             seconds = time.perf_counter() - self._step_started
-            self.medusa_drafter.observe_step(num_rows, len(granted.trees), seconds)
+            self.medusa_drafter.observe_step(
+                num_rows, len(granted.trees), self._num_tokens, seconds
+            )
 
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
         granted = self._granted
@@ -260,6 +265,7 @@ class MedusaModelRunner(GPUModelRunner):
         finally:
             sampler.finish()
         self._drafts = result.drafts
+        self._num_tokens = sum(len(path.tokens) for path in result.paths)
         self.accepted_tokens.count(requests, result.paths)
         return sampler.output(result.paths)
 

@@ -124,11 +124,11 @@ class TreeRowSampler:
             entry, flattened in the same order (entries of padding are dropped by vLLM).
         """
         longest = max(len(path.tokens) for path in paths)
-        tokens = torch.full((len(paths), longest), PLACEHOLDER_TOKEN_ID, dtype=torch.int32)
-        for request, path in enumerate(paths):
-            tokens[request, : len(path.tokens)] = torch.tensor(path.tokens, dtype=torch.int32)
+        padded = [
+            (*path.tokens, *[PLACEHOLDER_TOKEN_ID] * (longest - len(path.tokens))) for path in paths
+        ]
         return SamplerOutput(
-            sampled_token_ids=tokens,
+            sampled_token_ids=torch.tensor(padded, dtype=torch.int32),
             logprobs_tensors=_interleave(self._logprobs, longest) if self._logprobs else None,
         )
 

@@ -82,7 +82,9 @@ class PlantedDrafter:
     def forget(self, request_ids: Iterable[str]) -> None:
         """See `medusa_plugin.draft.Drafter`; nothing is kept by request."""
 
-    def observe_step(self, num_rows: int, num_requests: int, seconds: float) -> None:
+    def observe_step(
+        self, num_rows: int, num_requests: int, num_tokens: int, seconds: float
+    ) -> None:
         """See `medusa_plugin.draft.Drafter`; costs do not matter."""
 
     def _future(self, sequence: Prefix) -> list[int]:
@@ -148,7 +150,9 @@ class LikelyDrafter:
     def forget(self, request_ids: Iterable[str]) -> None:
         """Nothing is kept by request."""
 
-    def observe_step(self, num_rows: int, num_requests: int, seconds: float) -> None:
+    def observe_step(
+        self, num_rows: int, num_requests: int, num_tokens: int, seconds: float
+    ) -> None:
         """Sizes do not follow the cost."""
 
     def _check(self, request: StepRequest, path: AcceptedPath) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
@@ -70,6 +71,7 @@ class Watched:
         self.proposed: list[int] = []
         """Nodes of the whole batch by step."""
         self.steps: list[tuple[int, int, float]] = []
+        self._calls = 0
 
     def draft(
         self,
@@ -92,8 +94,19 @@ class Watched:
     def forget(self, request_ids: Iterable[str]) -> None:
         self.drafter.forget(request_ids)
 
-    def observe_step(self, num_rows: int, num_requests: int, seconds: float) -> None:
+    def observe_step(
+        self, num_rows: int, num_requests: int, num_tokens: int, seconds: float
+    ) -> None:
         self.steps.append((num_rows, num_requests, seconds))
+        costs = self.drafter.costs
+        if costs is None:
+            return
+        # Not this machine's time, but what the costs that were given say.
+        seconds = float(costs.step(num_requests, np.array([num_rows - num_requests]))[0])
+        if self.heads.calls > self._calls:
+            seconds += costs.draft_seconds(num_requests)
+        self._calls = self.heads.calls
+        self.drafter.observe_step(num_rows, num_requests, num_tokens, seconds)
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +216,7 @@ def test_costs_are_measured_at_start(medusa: Any, monkeypatch: pytest.MonkeyPatc
     assert proposer.sizes_follow_cost
     proposer.load_model(runner.model)
     assert proposer.drafter.costs is None
-    measured = measuring._measure(runner, proposer.drafter.heads)
+    measured = measuring._measure(runner, proposer.drafter)
     assert measured.verify.rows == measuring.ROWS
     assert min(measured.verify.seconds) > 0 and min(measured.draft.seconds) > 0
     runner.measure_costs()
@@ -216,10 +229,10 @@ def test_costs_are_measured_at_start(medusa: Any, monkeypatch: pytest.MonkeyPatc
     ):
         monkeypatch.setenv("MEDUSA_CACHE", tempfile.mkdtemp(prefix="medusa-test-"))
         monkeypatch.setattr(measuring, "_measure", lambda *_, found=found: found)
-        assert measuring.step_costs(runner, proposer.drafter.heads) == found
+        assert measuring.step_costs(runner, proposer.drafter) == found
         monkeypatch.setattr(measuring, "_measure", lambda *_: pytest.fail("measured again"))
         if kept:
-            assert measuring.step_costs(runner, proposer.drafter.heads) == found
+            assert measuring.step_costs(runner, proposer.drafter) == found
         else:
             with pytest.raises(pytest.fail.Exception):
-                measuring.step_costs(runner, proposer.drafter.heads)
+                measuring.step_costs(runner, proposer.drafter)
