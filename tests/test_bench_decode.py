@@ -181,7 +181,7 @@ def test_a_rival_that_does_not_start_is_left_out_and_others_are_errors(fake):
 def test_engines_take_turns_and_each_goes_first_equally_often(fake):
     made = {name: FakeEngine(taker(name).settings(SETUP)) for name in ("plain", "ours", "ngram")}
     advances: list[None] = []
-    plan = replace(PLAN, batches=(1,), temperatures=(0.0,), repetitions=2)
+    plan = replace(PLAN, batches=(1,), temperatures=(0.0,), repetitions=3)
     ((batch, runs, stages),) = measure.measure(made, plan, lambda: advances.append(None))
     timed = [name for name, batch in FakeEngine.asked if batch.max_tokens == plan.max_tokens]
     timed = timed[: 3 * 2 * 3]
@@ -190,7 +190,7 @@ def test_engines_take_turns_and_each_goes_first_equally_often(fake):
     assert sorted(names[0] for names in rounds) == ["ngram"] * 2 + ["ours"] * 2 + ["plain"] * 2
     assert batch == 1 and len(advances) == plan.num_requests(3) == len(FakeEngine.asked)
     assert [(r.engine, r.repetition) for r in runs[:3]] == [("plain", 0), ("ours", 0), ("ngram", 0)]
-    assert runs[0].tokens == 30 and runs[0].seconds == 6.0
+    assert runs[0].tokens == 40 and runs[0].seconds == 4.0
     assert {times.engine: times.overhead_fraction for times in stages} == dict.fromkeys(made, 0.5)
 
 

@@ -26,7 +26,13 @@ class Question:
     temperature: float
     repetition: int = 0
 
-    def batch(self, prompts: Sequence[str], max_tokens: int, time_stages: bool = False) -> Batch:
+    def batch(
+        self,
+        prompts: Sequence[str],
+        max_tokens: int,
+        in_flight: int | None = None,
+        time_stages: bool = False,
+    ) -> Batch:
         """The request. Each sampled one has a seed of its own, the same for every engine."""
         return Batch(
             tuple(({"role": "user", "content": prompts[number]},) for number in self.numbers),
@@ -36,6 +42,7 @@ class Question:
             if self.temperature > 0
             else None,
             ignore_eos=True,
+            in_flight=in_flight,
             time_stages=time_stages,
         )
 

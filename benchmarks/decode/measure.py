@@ -25,6 +25,7 @@ from medusa_plugin.vllm_glue.offline_engine import (
 )
 
 WARM_UP_TOKENS = 8
+ROUNDS = 2  # requests per request in flight, so that some begin while others go on
 STAGE_GROUPS = 4  # groups of prompts whose steps are timed stage by stage
 SPARE_BYTES = 1 << 30  # left to the rest of the machine
 
@@ -50,7 +51,7 @@ class Plan:
         """Batches sent in all, for the progress bar."""
         per_engine = 0
         for batch in self.batches:
-            count = len(groups(len(self.prompts), batch))
+            count = len(groups(len(self.prompts), ROUNDS * batch))
             per_engine += len(self.temperatures) * (1 + self.repetitions * count)
             per_engine += min(count, STAGE_GROUPS)
         return num_engines * per_engine
@@ -189,10 +190,11 @@ def _repetition(
     repetition: int,
     advance: Callable[[], None],
 ) -> list[Run]:
-    asked = groups(len(plan.prompts), batch)
+    asked = groups(len(plan.prompts), ROUNDS * batch)
     answers: dict[str, list[BatchCompletion]] = {name: [] for name in engines}
     for i, numbers in enumerate(asked):
-        request = Question(numbers, temperature, repetition).batch(plan.prompts, plan.max_tokens)
+        question = Question(numbers, temperature, repetition)
+        request = question.batch(plan.prompts, plan.max_tokens, in_flight=batch)
         for name in turns(list(engines), repetition * len(asked) + i):
             answers[name].append(engines[name].generate_batch(request))
             advance()
@@ -204,8 +206,10 @@ def _stages(
 ) -> list[StageTimes]:
     """Stages of decode steps, in runs of their own: timing them costs a little."""
     steps: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
-    for i, numbers in enumerate(groups(len(plan.prompts), batch)[:STAGE_GROUPS]):
-        request = Question(numbers, 0.0).batch(plan.prompts, plan.max_tokens, time_stages=True)
+    for i, numbers in enumerate(groups(len(plan.prompts), ROUNDS * batch)[:STAGE_GROUPS]):
+        request = Question(numbers, 0.0).batch(
+            plan.prompts, plan.max_tokens, in_flight=batch, time_stages=True
+        )
         for name in turns(list(engines), i):
             steps[name] += engines[name].generate_batch(request).stages
             advance()

@@ -291,7 +291,8 @@ def learn(
         ),
         accuracies=tuple(tuple(round(share, 4) for share in row) for row in table.tolist()),
         measured_on=MeasuredOn(
-            model=options.model,
+            # Of a local model only the name: the file goes around with the heads.
+            model=Path(options.model).name if Path(options.model).is_dir() else options.model,
             prompts=source,
             num_prompts=len(answers),
             num_tokens=sum(len(answer.tokens) for answer in answers),

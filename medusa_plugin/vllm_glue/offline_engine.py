@@ -72,6 +72,8 @@ class Batch:
     """One per conversation; None for vLLM's own generator."""
     ignore_eos: bool = False
     """Whether every answer goes on to `max_tokens`."""
+    in_flight: int | None = None
+    """Requests at a time: as one ends, the next is submitted. None: all at once."""
     time_stages: bool = False
     """Whether to time the stages of each step, which costs some microseconds a step."""
 
@@ -85,7 +87,7 @@ class BatchCompletion:
     request_steps: tuple[int, ...]
     """For each request, the engine steps in which it gained tokens; the first is its prefill."""
     seconds: float
-    """From submission until the last token of all."""
+    """From the first submission until the last token of all."""
     steps: int
     """Engine steps."""
     drafted: int
@@ -265,12 +267,18 @@ def _answer(llm: Any, batch: Batch, on_text: Reporter | None = None) -> BatchCom
     texts, request_steps, steps = [""] * count, [0] * count, 0
     engine = llm.llm_engine
     drafted, accepted = _draft_counters(llm)
+    in_flight = batch.in_flight or count
     with StageClock(engine_stages(llm) if batch.time_stages else {}) as clock:
         started = time.perf_counter()
-        for i in range(count):
-            engine.add_request(str(i), {"prompt_token_ids": prompts[i]}, params[i])
-        while engine.has_unfinished_requests():
-            decoding = all(token_ids)  # before, some prompts were still to be read
+        submitted = 0
+        while True:
+            while submitted < count and engine.get_num_unfinished_requests() < in_flight:
+                prompt = {"prompt_token_ids": prompts[submitted]}
+                engine.add_request(str(submitted), prompt, params[submitted])
+                submitted += 1
+            if not engine.has_unfinished_requests():
+                break
+            decoding = all(token_ids[:submitted])  # else some prompts are still to be read
             step_started = time.perf_counter()
             outputs = engine.step()
             seconds = time.perf_counter() - step_started

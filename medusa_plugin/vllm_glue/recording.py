@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,17 +127,37 @@ def record(llm: Any, request: RecordRequest, report: Reporter | None) -> Recordi
         request: what to answer.
         report: told how many prompts are answered.
     """
-    from vllm import SamplingParams
-
     runner = _runner(llm)
     known = runner.medusa_drafter
     drafter = RecordingDrafter(known.heads, num_nodes=known.num_nodes, costs=known.costs)
     drafter.record(request.top_k)
     runner.drafter.drafter = drafter
+    # One alone first: in a batch, what a step costs besides its rows grows with the requests.
+    answers = _answers(llm, drafter, request.prompts[:1], request.max_tokens, None)
+    costs = drafter.costs
+    assert costs is not None  # tree sizes follow the cost
+    rest = request.prompts[1:]
+    answers += _answers(
+        llm, drafter, rest, request.max_tokens, report and (lambda done: report(1 + done))
+    )
+    cut = [answer.cut(loop_start(answer.tokens)) for answer in answers]
+    return Recording(tuple(a for a in cut if len(a.tokens) >= MIN_ANSWER_TOKENS), costs)
+
+
+def _answers(
+    llm: Any,
+    drafter: RecordingDrafter,
+    prompts: Sequence[str],
+    max_tokens: int,
+    report: Reporter | None,
+) -> list[Answer]:
+    """The prompts' answers, in their order."""
+    from vllm import SamplingParams
+
     tokenizer, engine = llm.get_tokenizer(), llm.llm_engine
-    params = SamplingParams(temperature=0.0, max_tokens=request.max_tokens)
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     inner_ids = []  # as the model runner sees them
-    for i, prompt in enumerate(request.prompts):
+    for i, prompt in enumerate(prompts):
         ids = prompt_ids(tokenizer, [{"role": "user", "content": prompt}])
         inner_ids.append(engine.add_request(str(i), {"prompt_token_ids": ids}, params))
     answers: dict[int, Answer] = {}
@@ -147,11 +168,7 @@ def record(llm: Any, request: RecordRequest, report: Reporter | None) -> Recordi
                 answers[i] = drafter.take(inner_ids[i], output.outputs[0].token_ids)
                 if report is not None:
                     report(len(answers))
-    cut = [answers[i].cut(loop_start(answers[i].tokens)) for i in sorted(answers)]
-    assert drafter.costs is not None  # tree sizes follow the cost
-    return Recording(
-        tuple(answer for answer in cut if len(answer.tokens) >= MIN_ANSWER_TOKENS), drafter.costs
-    )
+    return [answers[i] for i in sorted(answers)]
 
 
 def _runner(llm: Any) -> Any:

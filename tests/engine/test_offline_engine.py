@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,15 @@ def test_a_batch_answers_as_single_questions_do(engine: OfflineEngine) -> None:
     assert together.steps >= max(together.request_steps)
     assert 0 < together.accepted < together.drafted
     assert engine.resident_bytes > 2**29  # the model alone, in float32
+
+
+def test_only_so_many_requests_are_in_flight(engine: OfflineEngine) -> None:
+    together = engine.generate_batch(GREEDY)
+    one_by_one = engine.generate_batch(replace(GREEDY, in_flight=1))
+    assert one_by_one.token_ids == together.token_ids
+    assert one_by_one.steps >= sum(one_by_one.request_steps) > together.steps
+    more_than_there_are = engine.generate_batch(replace(GREEDY, in_flight=9))
+    assert more_than_there_are.steps == together.steps
 
 
 def test_seeds_decide_a_sample(engine: OfflineEngine) -> None:

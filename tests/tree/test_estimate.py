@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from medusa_plugin.tree.estimate import HeadCalibration, HeadsEstimate
+from medusa_plugin.tree.estimate import HeadCalibration, HeadsEstimate, TreesEstimate
 
 PLAIN = [HeadCalibration(), HeadCalibration()]
 
@@ -98,3 +98,30 @@ def test_estimates_never_exceed_certainty() -> None:
         ["a"], np.zeros((1, 2, 2), np.int64), np.full((1, 2, 2), -np.inf, np.float32)
     )
     assert (zero < -10).all() and not np.isnan(zero).any()
+
+
+def test_trees_that_yield_less_than_expected_lower_the_ratio() -> None:
+    estimate = TreesEstimate()
+    assert estimate.ratio == 1
+    for step in range(400):
+        estimate.expect("a", 4, 1.5)
+        estimate.expect("b", 2, 0.5)
+        estimate.observe("a", 4, step % 2)
+        estimate.observe("b", 2, 1 if step % 4 == 0 else 0)
+    assert estimate.ratio == pytest.approx(0.75 / 2.0, rel=0.1)
+    for _ in range(600):  # another text: what was learnt fades
+        estimate.expect("a", 4, 1.5)
+        estimate.observe("a", 4, 3)
+    assert estimate.ratio > 1.5
+
+
+def test_only_trees_that_were_granted_as_a_whole_are_judged() -> None:
+    estimate = TreesEstimate()
+    estimate.expect("a", 4, 3.0)
+    estimate.observe("a", 2, 0)  # the scheduler had less room
+    estimate.observe("a", 4, 0)  # nothing is noted any more
+    estimate.observe("never seen", 4, 0)
+    estimate.expect("ended", 4, 3.0)
+    estimate.forget(["ended", "never seen"])
+    estimate.observe("ended", 4, 0)
+    assert estimate.ratio == 1
