@@ -75,8 +75,10 @@ class TreeRowSampler:
         self._current[requests] = self._first_rows[requests] + list(rows.values())
         if self._greedy_only:
             # Ended walks need no repeat here: argmax has no state addressed by batch index.
-            logits = self._logits[torch.from_numpy(self._current[requests])].to(torch.float32)
-            drawn: list[int] = Sampler.greedy_sample(logits).tolist()
+            logits = self._logits
+            if len(requests) < len(logits):  # else there are only roots, and all are asked for
+                logits = logits[torch.from_numpy(self._current[requests])]
+            drawn: list[int] = Sampler.greedy_sample(logits.to(torch.float32)).tolist()
         else:
             tokens = self._sample_batch(rows)
             drawn = [tokens[request] for request in requests]

@@ -30,7 +30,7 @@ from tests.engine.drafters import PlantedDrafter
 
 NUM_NODES = 12
 FREE = StepCosts(CostCurve((1, 64), (1.0, 1.0)), CostCurve((1,), (0.0,)))
-STEEP = StepCosts(CostCurve((1, 64), (1.0, 64.0)), CostCurve((1,), (0.1,)))
+STEEP = StepCosts(CostCurve((1, 64), (1.0, 128.0)), CostCurve((1,), (0.1,)))
 ROWS_COST_AFTER_FOUR = StepCosts(CostCurve((1, 4, 64), (1.0, 1.0, 12.0)), CostCurve((1,), (0.01,)))
 
 
@@ -43,9 +43,11 @@ class PlantedHeads(DraftHeads):
     def __init__(self, hit_rate: float) -> None:
         self.hit_rate = hit_rate
         self.futures: list[list[int]] = []
+        self.calls = 0
         self._random = random.Random(3)
 
     def propose(self, hidden: torch.Tensor, token_ids: torch.Tensor, top_k: int) -> Candidates:
+        self.calls += 1
         scores = torch.full((len(self.futures), self.num_heads, VOCAB_SIZE), -5.0)
         scores += torch.rand(scores.shape, generator=torch.Generator().manual_seed(5))
         for i, future in enumerate(self.futures):
