@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from medusa_plugin.tree.budget import FadingMean
 
 
-@dataclass
 class _Yield:
-    """Tokens and seconds of the recent steps of a kind."""
+    """Tokens and seconds of the recent steps of a kind; a step counts for 1 / `memory` of them."""
 
-    tokens: FadingMean = field(default_factory=lambda: FadingMean(DraftSwitch.FADE))
-    """Per request."""
-    seconds: FadingMean = field(default_factory=lambda: FadingMean(DraftSwitch.FADE))
-    """As a multiple of what a step without nodes is expected to take."""
+    def __init__(self, memory: float) -> None:
+        self.tokens = FadingMean(1 - 1 / memory)
+        """Per request."""
+        self.seconds = FadingMean(1 - 1 / memory)
+        """As a multiple of what a step without nodes is expected to take."""
 
     @property
     def rate(self) -> float:
@@ -25,8 +25,8 @@ class _Yield:
 class _Record:
     """What is known of drafting under one load."""
 
-    drafted: _Yield = field(default_factory=_Yield)
-    plain: _Yield = field(default_factory=_Yield)
+    drafted: _Yield
+    plain: _Yield
     drafts: bool = True
     """What the steps do now."""
     wins: bool = True
@@ -46,8 +46,9 @@ class DraftSwitch:
     two) is judged by itself: one not met yet is tried at once, one that comes back is remembered.
     """
 
-    FADE = 0.9
-    """Per step of a kind: reaches back about 10."""
+    MEMORY, LEAST_MEMORY = 64, 8
+    """Steps of a lone request that a kind is judged by, of more requests as many fewer: one
+    request's gain varies much from step to step. And the least."""
     TRIAL = 4
     """Steps of a look, of which the first is not judged: it drafts but has nothing to verify."""
     FIRST_TRIAL = 12
@@ -65,7 +66,9 @@ class DraftSwitch:
         key = load.bit_length()
         record = self._records.get(key)
         if record is None:
-            record = self._records[key] = _Record(left=self.FIRST_TRIAL)
+            memory = max(self.MEMORY / load, self.LEAST_MEMORY)
+            record = _Record(_Yield(memory), _Yield(memory), left=self.FIRST_TRIAL)
+            self._records[key] = record
         if not record.left:
             self._turn(record)
         record.left -= 1

@@ -1,0 +1,73 @@
+"""What trees of each size yield, against a loop that drafts and walks one tree at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from medusa_plugin.training.record import Answer
+from medusa_plugin.training.tree_sizes import rates, tokens_per_step
+from medusa_plugin.tree.budget import CostCurve, StepCosts
+from medusa_plugin.tree.dynamic import rank_nodes
+from medusa_plugin.tree.estimate import HeadCalibration, HeadsEstimate
+
+NUM_HEADS, RANKS, NUM_NODES = 3, 5, 6
+CALIBRATION = [HeadCalibration(-0.2, 0.9)] * NUM_HEADS
+
+
+def random_answer(length: int, seed: int) -> Answer:
+    """Four tokens to choose from: candidates are right often enough to go deep."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, 6, length)
+    candidates = np.stack(
+        [np.stack([rng.permutation(6)[:RANKS] for _ in range(NUM_HEADS)]) for _ in range(length)]
+    )
+    logs = np.log(-np.sort(-rng.dirichlet(np.ones(6), (length, NUM_HEADS)))[:, :, :RANKS])
+    return Answer(tokens, candidates, logs.astype(np.float32))
+
+
+def walked(answer: Answer, size: int) -> float:
+    """Tokens per step of decoding the answer again with trees of `size` nodes."""
+    position = steps = gained = 0
+    while position + NUM_HEADS < len(answer.tokens):
+        here = slice(position, position + 1)
+        logs = HeadsEstimate(CALIBRATION).estimate(
+            ["a"], answer.candidates[here], answer.log_probs[here]
+        )
+        ranked = rank_nodes(answer.candidates[here], logs, NUM_NODES)
+        row, depth = 0, 0
+        while True:
+            wanted = answer.tokens[position + depth + 1]
+            children = [
+                node + 1
+                for node in range(size)
+                if ranked.parents[0, node] == row and ranked.tokens[0, node] == wanted
+            ]
+            if not children:
+                break
+            row, depth = children[0], depth + 1
+        steps, gained, position = steps + 1, gained + 1 + depth, position + 1 + depth
+    return gained / steps
+
+
+def test_answers_are_decoded_again_with_each_size() -> None:
+    answer = random_answer(60, 1)
+    found = tokens_per_step([answer], CALIBRATION, NUM_NODES)
+    expected = [walked(answer, size) for size in range(NUM_NODES + 1)]
+    assert found.simulated.tolist() == pytest.approx(expected)
+    assert expected[0] == 1 and max(expected) > 1.3
+    assert found.expected[0] == 1 and (np.diff(found.expected) > 0).all()
+
+
+def test_answers_too_short_for_the_heads_count_for_nothing() -> None:
+    found = tokens_per_step([random_answer(NUM_HEADS, 2)], CALIBRATION, 2)
+    assert found.simulated.tolist() == [0, 0, 0]
+
+
+def test_rates_are_tokens_over_the_step() -> None:
+    curve = CostCurve((1, 10, 20), (1.0, 1.0, 2.0))
+    costs = StepCosts(curve, CostCurve((1, 4), (0.5, 1.5)), per_request=0.25, per_node=0.125)
+    found = rates(np.array([1.0, 1.5, 1.8]), costs, 4)
+    assert found.tolist() == pytest.approx(
+        [4 / (1 + 1), 6 / (1 + 1 + 0.5 + 1.5), 7.2 / (1.2 + 1 + 1 + 1.5)]
+    )
