@@ -286,7 +286,10 @@ def learn(
         fingerprint=fingerprint(weights),
         draft_vocab_size=measured.facts.draft_vocab_size,
         calibration=tuple(
-            HeadScaling(bias=round(fit.calibration.bias, 4), scale=round(fit.calibration.scale, 4))
+            HeadScaling(
+                bias=round(fit.calibration.bias, 4),
+                scale=float(f"{fit.calibration.scale:.5g}"),  # never 0, which no engine would read
+            )
             for fit in fits
         ),
         accuracies=tuple(tuple(round(share, 4) for share in row) for row in table.tolist()),

@@ -127,13 +127,14 @@ def write_tuning(tuning: HeadsTuning, weights: Path, directory: Path | None) -> 
         HeadsError: it cannot be written.
     """
     cached = cached_tuning_file(tuning.fingerprint)
-    if directory is not None:
-        return _write(tuning, directory / TUNING_FILE)
     try:
-        file = _write(tuning, weights.parent / TUNING_FILE)
+        file = _write(tuning, (directory or weights.parent) / TUNING_FILE)
     except HeadsError:
+        if directory is not None:
+            raise
         return _write(tuning, cached)
-    cached.unlink(missing_ok=True)  # older, and it would come first
+    if file.parent.samefile(weights.parent):
+        cached.unlink(missing_ok=True)  # older, and it would come first
     return file
 
 

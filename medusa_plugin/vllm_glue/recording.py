@@ -95,7 +95,7 @@ def sample_prompts(llm: Any, count: int, report: Reporter | None) -> list[str]:
                 min_p=0.005,
                 max_tokens=_PROMPT_TOKENS,
                 stop=[after] if after else [],
-                seed=attempt * count + i,
+                seed=2 * count * attempt + i,  # a try asks for 2 * count at most
             )
             for i in range(wanted + wanted // 4 + 1)
         ]

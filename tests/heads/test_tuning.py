@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,8 @@ def test_it_comes_back_from_beside_the_weights(weights: Path) -> None:
     file = write_tuning(tuning_of(weights), weights, None)
     assert file == weights.parent / TUNING_FILE
     assert find_tuning(weights, NUM_HEADS) == tuning_of(weights)
+    assert file.stat().st_mode & 0o777 == 0o644, "others may read the heads"
+    assert set(file.parent.iterdir()) == {weights, file}, "nothing is left over"
 
 
 def test_beside_read_only_heads_it_goes_to_the_cache(
@@ -70,10 +73,25 @@ def test_beside_read_only_heads_it_goes_to_the_cache(
     assert file == cached_tuning_file(fingerprint(weights))
     newer = find_tuning(weights, NUM_HEADS)
     assert newer is not None and newer.calibration[0].bias == 0.2
-    # Once it can be written beside the weights, an older one in the cache must not come first.
-    write_tuning(tuning_of(weights, bias=0.3), weights, None)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_an_older_one_in_the_cache_does_not_come_first(weights: Path, named: bool) -> None:
+    cached = cached_tuning_file(fingerprint(weights))
+    write_tuning(tuning_of(weights, bias=0.2), weights, cached.parent).rename(cached)
+    # `medusa tune --out HEADS` means the same place, however it is spelt.
+    directory = weights.parent / ".." / weights.parent.name if named else None
+    write_tuning(tuning_of(weights, bias=0.3), weights, directory)
     newest = find_tuning(weights, NUM_HEADS)
     assert newest is not None and newest.calibration[0].bias == 0.3
+
+
+def test_one_written_elsewhere_leaves_the_cache_alone(weights: Path, tmp_path: Path) -> None:
+    cached = cached_tuning_file(fingerprint(weights))
+    write_tuning(tuning_of(weights, bias=0.2), weights, cached.parent).rename(cached)
+    write_tuning(tuning_of(weights, bias=0.3), weights, tmp_path / "out")
+    known = find_tuning(weights, NUM_HEADS)
+    assert known is not None and known.calibration[0].bias == 0.2
 
 
 def test_a_directory_that_was_named_is_used_or_refused(weights: Path, tmp_path: Path) -> None:
@@ -93,18 +111,26 @@ def test_a_directory_that_was_named_is_used_or_refused(weights: Path, tmp_path: 
         ({"calibration": [{"scale": 1.0}]}, "calibration is for 1 heads, accuracies for 2"),
         ({"calibration": [{"scale": 0.0}] * 2}, "calibration.0.scale"),
         ({"accuracies": [[1.5], [0.1]]}, "accuracies.0.0"),
+        ({"accuracies": [[0.5], [-0.1]]}, "accuracies.1.0"),
         ({"accuracies": [[], [0.1]]}, "accuracies.0"),
         ({"calibration": [{}] * 3, "accuracies": [[0.1]] * 3}, "is for 3 heads, but"),
         ({"unknown": 1}, "unknown"),
-        (None, "is not a tuning of heads"),
+        (b"{", "is not a tuning of heads"),
+        (b"\xff", "cannot be read"),
     ],
 )
+@pytest.mark.parametrize("cached", [False, True])
 def test_a_wrong_file_is_named_with_the_remedy(
-    weights: Path, change: dict[str, object] | None, named: str
+    weights: Path, change: dict[str, object] | bytes, named: str, cached: bool
 ) -> None:
     file = write_tuning(tuning_of(weights), weights, None)
-    text = "{" if change is None else json.dumps(json.loads(file.read_text()) | change)
-    file.write_text(text)
+    if cached:
+        # The one beside stays as it is: a wrong one that comes first is not passed over.
+        file = cached_tuning_file(fingerprint(weights))
+        write_tuning(tuning_of(weights), weights, file.parent).rename(file)
+    if isinstance(change, dict):
+        change = json.dumps(json.loads(file.read_text()) | change).encode()
+    file.write_bytes(change)
     with pytest.raises(HeadsError, match=named) as caught:
         find_tuning(weights, NUM_HEADS)
     assert str(file) in str(caught.value) and "medusa tune" in str(caught.value)
@@ -131,5 +157,10 @@ def test_the_embedded_heads_come_tuned(tmp_path: Path) -> None:
     assert untuned.tuning is None and untuned.accuracies != info.accuracies
     copy = tmp_path / "heads"
     shutil.copytree(embedded_heads_path(), copy)
+    (copy / TUNING_FILE).write_text("{")
+    with pytest.raises(HeadsError, match="is not a tuning of heads"):
+        peek_heads(copy)
+    # Else the remedy, to tune again, would fail by the very file.
+    assert peek_heads(copy, use_tuning=False) == replace(untuned, path=copy / untuned.path.name)
     (copy / TUNING_FILE).unlink()
     assert peek_heads(copy).tuning is None
