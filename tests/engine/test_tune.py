@@ -42,6 +42,10 @@ def test_a_run_leaves_a_tuning_that_engines_read(
     assert 2 <= tuning.measured_on.num_prompts <= 4 and tuning.measured_on.num_tokens > 32
     written = json.loads(figures.read_text())
     assert written["tuning"] == json.loads(tuning.model_dump_json())
+    for figure in ("expected", "simulated"):
+        by_size = written["tokens_per_step"][figure]
+        assert len(by_size) == 7 and by_size[0] == 1 and min(by_size) >= 1
+    assert written["heads"][0]["judged"] > 0, "the first head's turn always comes"
     assert (heads / "tuning.png").stat().st_size > 0
 
 

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
+from medusa_plugin.accept import AcceptedPath
+from medusa_plugin.heads.base import Candidates
+from medusa_plugin.request_options import RequestOptions
 from medusa_plugin.training.record import (
     MIN_LOOP_REPEATS,
     MIN_LOOP_TOKENS,
     RecordingDrafter,
     loop_start,
 )
-from tests.test_request_limits import SureHeads
+from tests.test_request_limits import SureHeads, request
+
+
+class EchoHeads(SureHeads):
+    """Best candidate of head h: the token before, plus 1 + h."""
+
+    def propose(self, hidden: torch.Tensor, token_ids: torch.Tensor, top_k: int) -> Candidates:
+        sure = super().propose(hidden, token_ids, top_k)
+        ids = token_ids[:, None, None] + 1 + torch.arange(self.num_heads)[:, None] + sure.token_ids
+        return Candidates(ids, sure.logits, sure.all_logits)
 
 
 def plain_loop_start(tokens: list[int]) -> int:
@@ -72,3 +85,24 @@ def test_an_answer_has_the_steps_of_its_tokens(steps: int, tokens: int, kept: in
     assert answer.log_probs.shape == (kept, 3, 2)
     cut = answer.cut(2)
     assert len(cut.tokens) == len(cut.candidates) == len(cut.log_probs) == 2
+
+
+def test_every_token_is_a_root_once_and_nothing_is_drafted() -> None:
+    drafter = RecordingDrafter(EchoHeads(), num_nodes=4)
+    drafter.record(50)  # more than there are
+    steps: list[dict[int, int]] = [{1: 10, 2: 20}, {2: 21}, {2: 22, 1: 11}]
+    for step in steps:
+        requests = [request(number, RequestOptions()) for number in step]
+        paths = [AcceptedPath((), (token,)) for token in step.values()]
+        trees = drafter.draft(requests, paths, torch.zeros(len(step), 8))
+        assert [tree.num_nodes for tree in trees] == [0] * len(step)
+    drafter.forget(["1", "2"])  # the host does when a request ends, before it is taken
+    second, first = drafter.take("2", [20, 21, 22]), drafter.take("1", [10, 11])
+    for answer in (first, second):
+        expected = answer.tokens[:, None] + 1 + np.arange(3)
+        assert answer.candidates[:, :, 0].tolist() == expected.tolist()
+        assert answer.candidates.shape == answer.log_probs.shape == (len(answer.tokens), 3, 16)
+        assert np.exp(answer.log_probs).sum(2) == pytest.approx(1), "of all the vocabulary"
+    drafter.record(2)
+    with pytest.raises(KeyError):
+        drafter.take("1", [10])

@@ -26,8 +26,8 @@ def random_answer(length: int, seed: int) -> Answer:
     return Answer(tokens, candidates, logs.astype(np.float32))
 
 
-def walked(answer: Answer, size: int) -> float:
-    """Tokens per step of decoding the answer again with trees of `size` nodes."""
+def walked(answer: Answer, size: int) -> tuple[int, int]:
+    """Tokens and steps of decoding the answer again with trees of `size` nodes."""
     position = steps = gained = 0
     while position + NUM_HEADS < len(answer.tokens):
         here = slice(position, position + 1)
@@ -47,16 +47,32 @@ def walked(answer: Answer, size: int) -> float:
                 break
             row, depth = children[0], depth + 1
         steps, gained, position = steps + 1, gained + 1 + depth, position + 1 + depth
-    return gained / steps
+    return gained, steps
 
 
 def test_answers_are_decoded_again_with_each_size() -> None:
-    answer = random_answer(60, 1)
-    found = tokens_per_step([answer], CALIBRATION, NUM_NODES)
-    expected = [walked(answer, size) for size in range(NUM_NODES + 1)]
+    # Of several answers the long one counts more, and one without a step for nothing.
+    answers = [random_answer(60, 1), random_answer(15, 3), random_answer(NUM_HEADS, 4)]
+    found = tokens_per_step(answers, CALIBRATION, NUM_NODES)
+    counts = [[walked(a, size) for a in answers] for size in range(NUM_NODES + 1)]
+    expected = [sum(t for t, _ in each) / sum(s for _, s in each) for each in counts]
     assert found.simulated.tolist() == pytest.approx(expected)
     assert expected[0] == 1 and max(expected) > 1.3
     assert found.expected[0] == 1 and (np.diff(found.expected) > 0).all()
+
+
+def test_impossible_candidates_are_no_nodes() -> None:
+    answer = random_answer(40, 1)
+    answer.log_probs[:, :, 1:] = -np.inf
+    found = tokens_per_step([answer], CALIBRATION, NUM_NODES)
+    best = tokens_per_step(
+        [Answer(answer.tokens, answer.candidates[:, :, :1], answer.log_probs[:, :, :1])],
+        CALIBRATION,
+        NUM_NODES,
+    )
+    # Only the chain of best candidates is left: trees end at its length.
+    assert found.simulated.tolist() == best.simulated.tolist()
+    assert found.expected == pytest.approx(best.expected)
 
 
 def test_answers_too_short_for_the_heads_count_for_nothing() -> None:
