@@ -92,7 +92,7 @@ def walk(
         for request, row in frontier.items():
             token = drawn[request]
             tokens[request].append(token)
-            if request in chosen or not trees[request].num_nodes:
+            if request in chosen:
                 continue
             child = trees[request].child_with_token(row, token)
             if child is not None:

@@ -170,7 +170,7 @@ class TreeDrafter:
             return
         costs = self._learner.costs
         if self._asked_switch:
-            usual = float(costs.verify.at(np.array([num_requests], np.float64))[0])
+            usual = costs.verify.at_count(num_requests)
             self._switch.observe(num_requests, num_tokens, seconds / usual)
         if self._evaluated_heads:
             seconds -= costs.draft_seconds(num_requests)

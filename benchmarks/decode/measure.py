@@ -47,11 +47,15 @@ class Plan:
     max_tokens: int
     repetitions: int
 
+    def groups(self, batch: int) -> list[tuple[int, ...]]:
+        """Numbers of the prompts that are sent together, `batch` of them in flight at a time."""
+        return groups(len(self.prompts), ROUNDS * batch)
+
     def num_requests(self, num_engines: int) -> int:
         """Batches sent in all, for the progress bar."""
         per_engine = 0
         for batch in self.batches:
-            count = len(groups(len(self.prompts), ROUNDS * batch))
+            count = len(self.groups(batch))
             per_engine += len(self.temperatures) * (1 + self.repetitions * count)
             per_engine += min(count, STAGE_GROUPS)
         return num_engines * per_engine
@@ -190,7 +194,7 @@ def _repetition(
     repetition: int,
     advance: Callable[[], None],
 ) -> list[Run]:
-    asked = groups(len(plan.prompts), ROUNDS * batch)
+    asked = plan.groups(batch)
     answers: dict[str, list[BatchCompletion]] = {name: [] for name in engines}
     for i, numbers in enumerate(asked):
         question = Question(numbers, temperature, repetition)
@@ -206,7 +210,7 @@ def _stages(
 ) -> list[StageTimes]:
     """Stages of decode steps, in runs of their own: timing them costs a little."""
     steps: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
-    for i, numbers in enumerate(groups(len(plan.prompts), ROUNDS * batch)[:STAGE_GROUPS]):
+    for i, numbers in enumerate(plan.groups(batch)[:STAGE_GROUPS]):
         request = Question(numbers, 0.0).batch(
             plan.prompts, plan.max_tokens, in_flight=batch, time_stages=True
         )

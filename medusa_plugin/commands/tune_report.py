@@ -61,9 +61,8 @@ def cost_table(costs: StepCosts) -> Table:
     table.add_column("ms", justify="right")
     for rows, seconds in zip(costs.verify.rows, costs.verify.seconds, strict=True):
         table.add_row(str(rows), f"{1e3 * seconds:.1f}")
-    draft = float(costs.draft.at(np.array([1.0]))[0])
     table.caption = (
-        f"heads at batch 1: {1e3 * draft:.1f} ms; besides, each request: "
+        f"heads at batch 1: {1e3 * costs.draft_seconds(1):.1f} ms; besides, each request: "
         f"{1e3 * costs.per_request:.1f} ms, each node: {1e3 * costs.per_node:.2f} ms"
     )
     return table

@@ -89,6 +89,6 @@ def rates(tokens: Floats, costs: StepCosts, batch: int) -> Floats:
     """
     sizes = np.arange(len(tokens), dtype=np.float64)
     seconds = costs.step(batch, batch * sizes)
-    seconds[1:] += costs.draft.at(np.array([batch], np.float64))
+    seconds[1:] += costs.draft_seconds(batch)
     result: Floats = batch * tokens / seconds
     return result

@@ -55,6 +55,10 @@ class CostCurve:
         result: FloatArray = inside + np.maximum(rows - known[-1], 0) * slope
         return result
 
+    def at_count(self, rows: int) -> float:
+        """Seconds for one row count."""
+        return float(self.at(np.array([rows], np.float64))[0])
+
 
 @dataclass
 class FadingMean:
@@ -100,7 +104,7 @@ class StepCosts:
 
     def draft_seconds(self, requests: int) -> float:
         """Seconds of drafting for so many."""
-        return float(self.draft.at(np.array([requests], np.float64))[0])
+        return self.draft.at_count(requests)
 
 
 class CostLearner:
@@ -144,7 +148,7 @@ class CostLearner:
             self._load = requests.bit_length()
             for mean in (self._plain, self._nodes, self._beyond):
                 mean.restart()
-        known = float(self.costs.verify.at(np.array([requests + nodes], np.float64))[0])
+        known = self.costs.verify.at_count(requests + nodes)
         # A hiccup of the machine must not count for more than two steps.
         beyond = min(seconds - known, 2 * known) / requests
         if nodes:
@@ -155,15 +159,11 @@ class CostLearner:
         per_node = (self._covariance + self.PRIOR * self._start_per_node) / spread
         per_node = max(per_node, 0.0)
         with_trees = self._beyond.value - per_node * self._nodes.value
-        per_request = self._plain.value if self._plain.weight else with_trees
-        self.costs = replace(
-            self.costs,
-            per_request=max(per_request, 0.0),
-            per_node=per_node,
-            per_request_with_trees=max(with_trees - max(per_request, 0.0), 0.0)
-            if self._beyond.weight
-            else self.costs.per_request_with_trees,
-        )
+        per_request = max(self._plain.value if self._plain.weight else with_trees, 0.0)
+        self.costs = replace(self.costs, per_request=per_request, per_node=per_node)
+        if self._beyond.weight:
+            more = max(with_trees - per_request, 0.0)
+            self.costs = replace(self.costs, per_request_with_trees=more)
 
     def _add(self, nodes: float, beyond: float) -> None:
         off, off_beyond = nodes - self._nodes.value, beyond - self._beyond.value

@@ -99,6 +99,8 @@ class DraftTree:
 
     def child_with_token(self, row: int, token: int) -> int | None:
         """The row of the child of `row` that carries `token`, or None."""
+        if not self.num_nodes:  # most trees under load: spares them the search
+            return None
         found = np.flatnonzero((self.parents == row) & (self.tokens == token))
         return int(found[0]) + 1 if len(found) else None
 

@@ -58,7 +58,7 @@ class DraftSwitch:
     def __init__(self) -> None:
         self._records: dict[int, _Record] = {}
         self._last: tuple[int, bool] = (0, False)
-        """Load and kind of the last step."""
+        """Key in `_records` of the last step's load, and whether it drafted."""
         self._steady = False
 
     def should_draft(self, load: int) -> bool:
@@ -103,7 +103,8 @@ class DraftSwitch:
         """
         if not self._steady:  # verified what the other kind left, or nothing
             return
-        record = self._records[load.bit_length()]
-        kind = record.drafted if self._last[1] else record.plain
+        key, drafted = self._last
+        record = self._records[key]
+        kind = record.drafted if drafted else record.plain
         kind.tokens.add(tokens / load)
         kind.seconds.add(relative_seconds)

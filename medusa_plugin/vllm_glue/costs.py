@@ -75,17 +75,25 @@ def _measure(runner: Any, drafter: TreeDrafter) -> StepCosts:
         runner.model.compute_logits(hidden[:count])
         _wait(runner.device)
 
-    drafts = {count: _draft_work(runner, drafter, count) for count in batches}
-    return StepCosts(_curve(verify, rows), _curve(lambda count: drafts[count](), batches))
-
-
-def _draft_work(runner: Any, drafter: TreeDrafter, count: int) -> Callable[[], None]:
-    """What it takes to draft for `count` requests."""
     config = runner.vllm_config.model_config
-    ids = [f"cost-{i}" for i in range(count)]
-    requests = [
+    shape = batches[-1], config.get_hidden_size()
+    hidden_states = torch.zeros(shape, dtype=config.dtype, device=runner.device)
+    requests = _requests(batches[-1])
+    ids = [request.request_id for request in requests]
+    paths = [AcceptedPath((), (0,))] * batches[-1]
+
+    def draft(count: int) -> None:
+        drafter.draft(requests[:count], paths[:count], hidden_states[:count])
+        drafter.forget(ids[:count])  # nothing is to be learnt from this
+
+    return StepCosts(_curve(verify, rows), _curve(draft, batches))
+
+
+def _requests(count: int) -> list[StepRequest]:
+    """Requests that ask for nothing special, to be drafted for."""
+    return [
         StepRequest(
-            request_id=request_id,
+            request_id=f"cost-{i}",
             tree=DraftTree.root_only(),
             first_row=i,
             root_position=0,
@@ -95,16 +103,8 @@ def _draft_work(runner: Any, drafter: TreeDrafter, count: int) -> Callable[[], N
             options=RequestOptions(),
             typical_temperature=None,
         )
-        for i, request_id in enumerate(ids)
+        for i in range(count)
     ]
-    paths = [AcceptedPath((), (0,))] * count
-    hidden = torch.zeros(count, config.get_hidden_size(), dtype=config.dtype, device=runner.device)
-
-    def work() -> None:
-        drafter.draft(requests, paths, hidden)
-        drafter.forget(ids)  # nothing is to be learnt from this
-
-    return work
 
 
 def _curve(work: Callable[[int], None], counts: Sequence[int]) -> CostCurve:

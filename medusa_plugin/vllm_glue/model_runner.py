@@ -31,7 +31,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from medusa_plugin.batch import StepRequest
 from medusa_plugin.draft import Drafter
-from medusa_plugin.step import AcceptedTokens, decode_step
+from medusa_plugin.step import AcceptedTokens, StepResult, decode_step
 from medusa_plugin.tree.draft_tree import DraftTree
 from medusa_plugin.tree.token_tree import TokenTree
 from medusa_plugin.typical import TypicalRule
@@ -88,9 +88,8 @@ class MedusaModelRunner(GPUModelRunner):
         self._proposed: dict[str, DraftTree] = {}
         self._granted: GrantedTrees | None = None
         self._sample_hidden_states: torch.Tensor | None = None
-        self._drafts: list[DraftTree | None] = []
+        self._result = StepResult([], [])
         self._step_started = 0.0
-        self._num_tokens = 0
         self.kv_cache_group: KVCacheGroup | None = None
 
     # Start-up
@@ -221,20 +220,19 @@ class MedusaModelRunner(GPUModelRunner):
         finally:
             self._sample_hidden_states = None
             self._granted = None
-            self._drafts = []
+            self._result = StepResult([], [])
 
     def _observe_step(self) -> None:
         """Tell the drafter what the step took, if all it did was to decode."""
         granted = self._granted
-        if granted is None or None in self._drafts:
+        if granted is None or None in self._result.drafts:
             return
         num_rows = sum(tree.num_rows for tree in granted.trees)
         # More rows than the trees have belong to prefills.
         if num_rows == self.query_start_loc.np[len(granted.trees)]:
             seconds = time.perf_counter() - self._step_started
-            self.medusa_drafter.observe_step(
-                num_rows, len(granted.trees), self._num_tokens, seconds
-            )
+            num_tokens = sum(len(path.tokens) for path in self._result.paths)
+            self.medusa_drafter.observe_step(num_rows, len(granted.trees), num_tokens, seconds)
 
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
         granted = self._granted
@@ -264,8 +262,7 @@ class MedusaModelRunner(GPUModelRunner):
             )
         finally:
             sampler.finish()
-        self._drafts = result.drafts
-        self._num_tokens = sum(len(path.tokens) for path in result.paths)
+        self._result = result
         self.accepted_tokens.count(requests, result.paths)
         return sampler.output(result.paths)
 
@@ -322,7 +319,7 @@ class MedusaModelRunner(GPUModelRunner):
     def propose_draft_token_ids(self, *args: Any, **kwargs: Any) -> list[list[int]]:
         """Hand over the trees drafted in `_sample`, as token lists in row order."""
         drafts: list[list[int]] = []
-        for request_id, tree in zip(self.input_batch.req_ids, self._drafts, strict=True):
+        for request_id, tree in zip(self.input_batch.req_ids, self._result.drafts, strict=True):
             if tree is None:
                 self._proposed.pop(request_id, None)
                 drafts.append([])

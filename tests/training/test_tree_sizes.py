@@ -16,7 +16,7 @@ CALIBRATION = [HeadCalibration(-0.2, 0.9)] * NUM_HEADS
 
 
 def random_answer(length: int, seed: int) -> Answer:
-    """Four tokens to choose from: candidates are right often enough to go deep."""
+    """Six tokens to choose from: candidates are right often enough to go deep."""
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, 6, length)
     candidates = np.stack(

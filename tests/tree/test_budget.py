@@ -128,6 +128,6 @@ def test_another_load_is_learnt_by_itself() -> None:
 def test_one_hiccup_is_not_the_rule() -> None:
     learner = CostLearner(StepCosts(FREE_TO_SIX, NOTHING))
     for _ in range(100):
-        learner.observe(4, 8, float(FREE_TO_SIX.at(np.array([12.0]))[0]))
+        learner.observe(4, 8, known(12))
     learner.observe(4, 8, 10.0)
-    assert learner.costs.step(4, np.array([8.0]))[0] < 1.2 * FREE_TO_SIX.at(np.array([12.0]))[0]
+    assert learner.costs.step(4, np.array([8.0]))[0] < 1.2 * known(12)
