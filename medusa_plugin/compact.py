@@ -59,6 +59,8 @@ def compact(
     block_table: IntArray,
 ) -> None:
     """Move the KV rows of all accepted paths in place, in every layer of `caches`."""
+    if not any(path.rows for path in paths):
+        return
     source, destination = compaction_moves(paths, root_positions, block_table, caches.block_size)
     if source.numel():
         compact_kv(caches, source, destination)

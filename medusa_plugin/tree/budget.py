@@ -56,8 +56,15 @@ class CostCurve:
         return result
 
     def at_count(self, rows: int) -> float:
-        """Seconds for one row count."""
-        return float(self.at(np.array([rows], np.float64))[0])
+        """Seconds for one row count, remembered: every step asks for the same few."""
+        known = self._by_count.get(rows)
+        if known is None:
+            known = self._by_count[rows] = float(self.at(np.array([rows], np.float64))[0])
+        return known
+
+    @cached_property
+    def _by_count(self) -> dict[int, float]:
+        return {}
 
 
 @dataclass

@@ -52,6 +52,7 @@ class DraftSwitch:
     TRIAL = 4
     """Steps of a look, of which the first is not judged: it drafts but has nothing to verify."""
     FIRST_TRIAL = 12
+    """Steps of a lone request's first look; of more requests fewer, since each tells something."""
     FIRST_STAY = 16
     MAX_STAY = 128
 
@@ -67,7 +68,8 @@ class DraftSwitch:
         record = self._records.get(key)
         if record is None:
             memory = max(self.MEMORY / load, self.LEAST_MEMORY)
-            record = _Record(_Yield(memory), _Yield(memory), left=self.FIRST_TRIAL)
+            first_trial = max(round(self.FIRST_TRIAL / load**0.5), self.TRIAL)
+            record = _Record(_Yield(memory), _Yield(memory), left=first_trial)
             self._records[key] = record
         if not record.left:
             self._turn(record)

@@ -276,8 +276,7 @@ class MedusaModelRunner(GPUModelRunner):
         batch = self.input_batch
         requests = []
         first_row = 0
-        for i, tree in enumerate(granted.trees):
-            request_id = batch.req_ids[i]
+        for i, (request_id, tree) in enumerate(zip(batch.req_ids, granted.trees, strict=True)):
             state = self.requests[request_id]
             params = state.sampling_params
             assert params is not None  # pooling is refused at start

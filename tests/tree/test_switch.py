@@ -47,10 +47,16 @@ def test_drafting_that_loses_is_nearly_all_skipped(load: int) -> None:
     assert Machine().drafted(2000, load, 1.0, 1.2) < 100
 
 
+@pytest.mark.parametrize("load", [4, 8, 32])
+def test_finding_out_that_drafting_loses_takes_few_steps(load: int) -> None:
+    counts = [Machine(seed=seed).drafted(128, load, 1.2, 1.6) for seed in range(20)]
+    assert max(counts) <= 16
+
+
 def test_less_load_is_tried_at_once_and_remembered() -> None:
     machine = Machine()
     machine.drafted(500, 32, 1.0, 1.5)
-    assert machine.drafted(12, 2, 2.0, 1.2) == 12
+    assert machine.drafted(8, 2, 2.0, 1.2) == 8
     machine.drafted(200, 2, 2.0, 1.2)
     assert machine.drafted(100, 32, 1.0, 1.5) <= 8
     assert machine.drafted(100, 2, 2.0, 1.2) >= 92
