@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 SETUP_FILES := requirements/cpu.lock requirements/vllm-shim/pyproject.toml pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format clean gpu-test gpu-bench
+.PHONY: help setup demo test coverage lint format clean gpu-test gpu-bench
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -38,8 +38,17 @@ lint: $(READY) ## Lint, format and type checks
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# One thread each: two OpenMP threads that wait for each other crawl when the cores are taken.
+TEST_OPTIONS := --numprocesses=2 --dist=loadfile
+
 test: lint ## Lint, types and all tests
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(TEST_OPTIONS)
+
+coverage: $(READY) ## All tests again, with the lines of our packages that they run
+	rm -f build/coverage*
+	OMP_NUM_THREADS=1 $(BIN)/coverage run -m pytest $(TEST_OPTIONS)
+	$(BIN)/coverage combine
+	$(BIN)/coverage report
 
 gpu-test: ## Test the CUDA kernels on this machine's GPU
 ifeq ($(HAS_GPU),0)
