@@ -111,6 +111,7 @@ def test_sizes_out_of_range_are_refused(num_nodes: int) -> None:
         ([], "the tree has no paths"),
         ([(0,), (1, 0)], r"path \[1, 0\] has no parent \[1\]: list that path too"),
         ([(0,), (1,), (0,)], r"path \[0\] is given more than once"),
+        ([(1,), (0,), (0,)], r"path \[0\] is given more than once"),
         ([(0,), ()], r"path \[\] is the root"),
         ([(0,), (0, 0), (0, 0, 0)], r"path \[0, 0, 0\] is 3 deep, but there are 2 heads"),
         ([(0,), (-1,)], r"path \[-1\] has a rank outside 0..4"),

@@ -103,6 +103,17 @@ def assert_same(found: DraftTree, expected: DraftTree) -> None:
     assert found.is_chain == expected.is_chain
 
 
+@pytest.mark.parametrize(
+    "parents, chain",
+    [((-1,), True), ((-1, 0), True), ((-1, 0, 1, 2), True), ((-1, 0, 0), False)]
+    + [((-1, 0, 1, 1), False), ((-1, 0, 0, 2), False)],
+)
+def test_a_chain_has_each_row_after_the_one_before(parents: tuple[int, ...], chain: bool) -> None:
+    tree = TokenTree(parents, (-1, *range(len(parents) - 1)))
+    assert tree.is_chain is chain
+    assert DraftTree.on(tree, range(len(parents) - 1)).is_chain is chain
+
+
 def test_a_token_is_found_under_its_own_parent_only() -> None:
     tree = TokenTree.from_choices([[0], [1], [0, 0], [1, 0]])
     draft = DraftTree.on(tree, (4, 5, 9, 9))
