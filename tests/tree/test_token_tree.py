@@ -105,8 +105,14 @@ def assert_same(found: DraftTree, expected: DraftTree) -> None:
 
 @pytest.mark.parametrize(
     "parents, chain",
-    [((-1,), True), ((-1, 0), True), ((-1, 0, 1, 2), True), ((-1, 0, 0), False)]
-    + [((-1, 0, 1, 1), False), ((-1, 0, 0, 2), False)],
+    [
+        ((-1,), True),
+        ((-1, 0), True),
+        ((-1, 0, 1, 2), True),
+        ((-1, 0, 0), False),
+        ((-1, 0, 1, 1), False),
+        ((-1, 0, 0, 2), False),
+    ],
 )
 def test_a_chain_has_each_row_after_the_one_before(parents: tuple[int, ...], chain: bool) -> None:
     tree = TokenTree(parents, (-1, *range(len(parents) - 1)))
