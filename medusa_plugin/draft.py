@@ -14,7 +14,7 @@ from medusa_plugin.batch import StepRequest
 from medusa_plugin.branches import LookupSource
 from medusa_plugin.heads.base import DraftHeads
 from medusa_plugin.tree.budget import CostLearner, StepCosts, choose_sizes
-from medusa_plugin.tree.draft_tree import DraftTree, relations
+from medusa_plugin.tree.draft_tree import DraftTree, trees_of
 from medusa_plugin.tree.dynamic import Branches, FloatArray, Int64Array, RankedNodes, rank_nodes
 from medusa_plugin.tree.estimate import HeadCalibration, HeadsEstimate, TreesEstimate
 from medusa_plugin.tree.switch import DraftSwitch
@@ -143,7 +143,8 @@ class TreeDrafter:
             return [DraftTree.root_only()] * len(requests)
         if self.costs is None:
             ranked = self._with_heads(requests, paths, hidden_states, branches)
-            return _trees(ranked, np.minimum(limits, np.isfinite(ranked.log_probs).sum(1)))
+            sizes = np.minimum(limits, np.isfinite(ranked.log_probs).sum(1))
+            return trees_of(ranked.tokens, ranked.parents, sizes)
         self._asked_switch = True
         self._evaluated_heads = self._switch.should_draft(len(requests))
         if self._evaluated_heads:
@@ -153,7 +154,8 @@ class TreeDrafter:
             ranked = rank_nodes(nothing, nothing.astype(np.float32), self.num_nodes, branches)
         else:
             return [DraftTree.root_only()] * len(requests)
-        return _trees(ranked, self._sizes(ids, ranked, limits, self.costs))
+        sizes = self._sizes(ids, ranked, limits, self.costs)
+        return trees_of(ranked.tokens, ranked.parents, sizes)
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """See `Drafter.forget`."""
@@ -246,20 +248,6 @@ class TreeDrafter:
             if n:
                 self._trees_estimate.expect(ids[i], n, float(sums[i, n - 1]))
         return nodes
-
-
-def _trees(ranked: RankedNodes, sizes: Int64Array) -> list[DraftTree]:
-    """The first nodes of each request as a tree."""
-    largest = int(sizes.max(initial=0))
-    if not largest:
-        return [DraftTree.root_only()] * len(sizes)
-    parents = ranked.parents[:, :largest]
-    tokens = ranked.tokens[:, :largest]
-    depths, masks = relations(parents)
-    return [
-        DraftTree(tokens[i, :n], parents[i, :n], depths[i, : n + 1], masks[i, : n + 1])
-        for i, n in enumerate(sizes.tolist())
-    ]
 
 
 def _put_chain(

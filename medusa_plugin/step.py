@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from medusa_plugin.accept import AcceptedPath, TargetSampler, walk
 from medusa_plugin.batch import StepRequest
 from medusa_plugin.compact import IntArray, compact
 from medusa_plugin.draft import Drafter
-from medusa_plugin.tree.draft_tree import DraftTree
+from medusa_plugin.tree.draft_tree import DraftTree, trees_of
 from medusa_plugin.typical import TypicalRule, typical_paths
 from tvm_ops import KVCacheGroup
 
@@ -32,12 +33,44 @@ class AcceptedTokens:
                 self.typical += len(path.rows)
 
 
+StepMessage = tuple[
+    list[tuple[tuple[int, ...], tuple[int, ...]]], list[tuple[list[int], list[int]] | None]
+]
+"""Rows and tokens of each path; tokens and parents of each draft."""
+
+
 @dataclass(frozen=True)
 class StepResult:
     """`paths` and `drafts` follow the order of the requests; None where nothing is drafted."""
 
     paths: list[AcceptedPath]
     drafts: list[DraftTree | None]
+
+    def to_message(self) -> StepMessage:
+        """The result in plain integers, which are quick to pickle."""
+        return (
+            [(path.rows, path.tokens) for path in self.paths],
+            [
+                None if tree is None else (tree.tokens.tolist(), tree.parents.tolist())
+                for tree in self.drafts
+            ],
+        )
+
+    @classmethod
+    def from_message(cls, message: StepMessage) -> StepResult:
+        """The result that another process made a message of."""
+        paths, drafts = message
+        nodes = [([], []) if draft is None else draft for draft in drafts]
+        sizes = np.array([len(tokens) for tokens, _ in nodes], dtype=np.int64)
+        shape = len(nodes), int(sizes.max(initial=0))
+        tokens, parents = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        for i, n in enumerate(sizes.tolist()):
+            tokens[i, :n], parents[i, :n] = nodes[i]
+        trees = trees_of(tokens, parents, sizes)
+        return cls(
+            [AcceptedPath(rows, path_tokens) for rows, path_tokens in paths],
+            [None if draft is None else tree for draft, tree in zip(drafts, trees, strict=True)],
+        )
 
 
 def decode_step(
@@ -77,6 +110,25 @@ def decode_step(
         for i, tree in zip(drafting, proposed, strict=True):
             drafts[i] = tree
     return StepResult(paths, drafts)
+
+
+def follow_step(
+    message: StepMessage,
+    root_positions: Sequence[int],
+    caches: KVCacheGroup,
+    block_table: IntArray,
+) -> StepResult:
+    """What is left of a step where another rank ran `decode_step` for all.
+
+    Args:
+        message: of that rank's result.
+        root_positions: position of each request's root, in the order of the batch.
+        caches: this rank's share of the KV caches; accepted rows are moved in place.
+        block_table: `[num_reqs, max_blocks]` physical blocks of each request.
+    """
+    result = StepResult.from_message(message)
+    compact(caches, result.paths, root_positions, block_table)
+    return result
 
 
 def _typical_choice(

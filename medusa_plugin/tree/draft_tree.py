@@ -108,6 +108,25 @@ class DraftTree:
 _ROOT_ONLY = DraftTree.on(TokenTree.chain(0), ())
 
 
+def trees_of(tokens: Int64Array, parents: Int64Array, sizes: Int64Array) -> list[DraftTree]:
+    """The trees of a batch.
+
+    Args:
+        tokens: `[batch, n]` token of each node.
+        parents: `[batch, n]` parent row of each node, below the node's own row.
+        sizes: `[batch]` nodes of each tree, the first ones of its row.
+    """
+    largest = int(sizes.max(initial=0))
+    if not largest:
+        return [DraftTree.root_only()] * len(sizes)
+    tokens, parents = tokens[:, :largest], parents[:, :largest]
+    depths, masks = relations(parents)
+    return [
+        DraftTree(tokens[i, :n], parents[i, :n], depths[i, : n + 1], masks[i, : n + 1])
+        for i, n in enumerate(sizes.tolist())
+    ]
+
+
 def relations(parents: Int64Array) -> tuple[Int64Array, Int64Array]:
     """Depths and ancestor masks of many trees at once, by pointer doubling.
 

@@ -22,6 +22,7 @@ from medusa_plugin.request_options import RequestOptions
 from medusa_plugin.tree.budget import CostCurve, StepCosts
 from medusa_plugin.tree.draft_tree import DraftTree
 from medusa_plugin.vllm_glue import host
+from medusa_plugin.vllm_glue.tensor_parallel import hear, tell
 
 logger = logging.getLogger("vllm.medusa")
 
@@ -35,6 +36,8 @@ MAX_NOISE = 1.25
 
 def step_costs(runner: Any, drafter: TreeDrafter) -> StepCosts:
     """Costs of this engine's steps, from the cache or measured now (a few seconds).
+
+    The other tensor-parallel ranks have to call `follow_measurement` meanwhile.
 
     Args:
         runner: vLLM's model runner, ready to run.
@@ -55,6 +58,7 @@ def step_costs(runner: Any, drafter: TreeDrafter) -> StepCosts:
             )
         else:
             write_costs(circumstances, costs)
+    tell(None)  # no forward pass is left to follow
     rows, seconds = costs.verify.rows, costs.verify.seconds
     logger.info(
         "medusa: verifying %s rows takes %s ms",
@@ -65,15 +69,26 @@ def step_costs(runner: Any, drafter: TreeDrafter) -> StepCosts:
 
 
 @torch.inference_mode()
+def follow_measurement(runner: Any) -> None:
+    """Take part in the forward passes of `step_costs`, which another rank runs."""
+    while (count := hear()) is not None:
+        _verify(runner, count)
+
+
+def _verify(runner: Any, count: int) -> None:
+    hidden, _ = runner._dummy_run(count)
+    runner.model.compute_logits(hidden[:count])
+    _wait(runner.device)
+
+
+@torch.inference_mode()
 def _measure(runner: Any, drafter: TreeDrafter) -> StepCosts:
     most = min(runner.max_num_tokens, ROWS[-1])
     rows = [count for count in ROWS if count <= most]
     batches = [count for count in (1, 2, 4, 8, 16, 32, 64) if count <= runner.max_num_reqs]
 
     def verify(count: int) -> None:
-        hidden, _ = runner._dummy_run(count)
-        runner.model.compute_logits(hidden[:count])
-        _wait(runner.device)
+        _verify(runner, tell(count))
 
     config = runner.vllm_config.model_config
     shape = batches[-1], config.get_hidden_size()
@@ -142,6 +157,7 @@ def _circumstances(runner: Any, drafter: TreeDrafter) -> dict[str, str]:
         "heads": f"{type(heads).__name__} x {heads.num_heads}, {heads.max_top_k} tokens",
         "trees": f"{drafter.num_nodes} nodes, {'dynamic' if drafter.tree is None else 'static'}",
         "processor": _processor(runner.device),
+        "tensor parallel": str(config.parallel_config.tensor_parallel_size),
         "threads": str(torch.get_num_threads()),
         "vllm": str(host.installed_version()),
         "torch": torch.__version__,

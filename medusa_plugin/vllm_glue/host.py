@@ -110,7 +110,7 @@ REGISTRATION_HOOKS = (
     ),
 )
 
-# Overridden in subclasses by `model_runner`, on every device.
+# Overridden in subclasses by `model_runner`, or called by `tensor_parallel`, on every device.
 WORKER_HOOKS = (
     Hook(
         _RUNNER,
@@ -197,6 +197,18 @@ WORKER_HOOKS = (
         "GPUModelRunner.initialize_kv_cache",
         ("self", "kv_cache_config", "is_profiling", "kv_cache_allocation_context"),
         "group the caches for compaction and probe their layout",
+    ),
+    Hook(
+        "vllm.distributed.parallel_state",
+        "GroupCoordinator.broadcast_object",
+        ("self", "obj", "src"),
+        "tell the other tensor-parallel ranks what was accepted and drafted",
+    ),
+    Hook(
+        "vllm.distributed.parallel_state",
+        "GroupCoordinator.gather",
+        ("self", "input_", "dst", "dim"),
+        "gather a language-model head that is split between the ranks",
     ),
 )
 

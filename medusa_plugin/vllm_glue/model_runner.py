@@ -31,16 +31,17 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from medusa_plugin.batch import StepRequest
 from medusa_plugin.draft import Drafter
-from medusa_plugin.step import AcceptedTokens, StepResult, decode_step
+from medusa_plugin.step import AcceptedTokens, StepResult, decode_step, follow_step
 from medusa_plugin.tree.draft_tree import DraftTree
 from medusa_plugin.tree.token_tree import TokenTree
 from medusa_plugin.typical import TypicalRule
 from medusa_plugin.vllm_glue.attention_rows import TreeImpl
-from medusa_plugin.vllm_glue.costs import step_costs
+from medusa_plugin.vllm_glue.costs import follow_measurement, step_costs
 from medusa_plugin.vllm_glue.kv_cache import group_caches, start_kernels
 from medusa_plugin.vllm_glue.request_control import RunningRequests
-from medusa_plugin.vllm_glue.sampling import TreeRowSampler
+from medusa_plugin.vllm_glue.sampling import TreeRowSampler, tokens_of
 from medusa_plugin.vllm_glue.support import UnsupportedFeatureError
+from medusa_plugin.vllm_glue.tensor_parallel import decides, hear, tell
 from medusa_plugin.vllm_glue.translate import medusa_config
 from tvm_ops import KVCacheGroup, TreeBatch
 
@@ -122,14 +123,18 @@ class MedusaModelRunner(GPUModelRunner):
 
     def measure_costs(self) -> None:
         """Tell the drafter what a step costs here, if tree sizes are to follow it."""
-        if self.drafter.sizes_follow_cost:
+        if not self.drafter.sizes_follow_cost:
+            return
+        if decides():
             self.drafter.drafter.costs = step_costs(self, self.drafter.drafter)
+        else:
+            follow_measurement(self)
 
     # Before the forward pass
 
     def _update_states(self, scheduler_output: Any) -> Any:
         self._step_started = time.perf_counter()
-        if scheduler_output.finished_req_ids:
+        if scheduler_output.finished_req_ids and decides():
             self.medusa_drafter.forget(scheduler_output.finished_req_ids)
         for request_id in scheduler_output.finished_req_ids:
             self._proposed.pop(request_id, None)
@@ -225,7 +230,7 @@ class MedusaModelRunner(GPUModelRunner):
     def _observe_step(self) -> None:
         """Tell the drafter what the step took, if all it did was to decode."""
         granted = self._granted
-        if granted is None or None in self._result.drafts:
+        if granted is None or None in self._result.drafts or not decides():
             return
         num_rows = sum(tree.num_rows for tree in granted.trees)
         # More rows than the trees have belong to prefills.
@@ -236,8 +241,24 @@ class MedusaModelRunner(GPUModelRunner):
 
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
         granted = self._granted
-        assert granted is not None and logits is not None
-        assert self._sample_hidden_states is not None and self.kv_cache_group is not None
+        assert granted is not None and logits is not None and self.kv_cache_group is not None
+        if decides():
+            output = self._decide(granted, logits, self.kv_cache_group)
+            tell(self._result.to_message())
+            return output
+        self._result = follow_step(
+            hear(),
+            granted.root_positions.tolist(),
+            self.kv_cache_group,
+            self.input_batch.block_table[0].get_numpy_array(),
+        )
+        return tokens_of(self._result.paths)
+
+    def _decide(
+        self, granted: GrantedTrees, logits: torch.Tensor, caches: KVCacheGroup
+    ) -> SamplerOutput:
+        """Run the step's stages; sets `_result`."""
+        assert self._sample_hidden_states is not None
         num_requests = len(granted.trees)
         discarded = frozenset(np.flatnonzero(self.discard_request_mask.np[:num_requests]).tolist())
         requests = self._step_requests(granted, discarded)
@@ -255,7 +276,7 @@ class MedusaModelRunner(GPUModelRunner):
                 self._sample_hidden_states,
                 logits,
                 sampler,
-                self.kv_cache_group,
+                caches,
                 self.input_batch.block_table[0].get_numpy_array(),
                 self.medusa_drafter,
                 self._typical_rule,
@@ -268,7 +289,7 @@ class MedusaModelRunner(GPUModelRunner):
 
     @property
     def medusa_drafter(self) -> Drafter:
-        """What proposes the trees of this worker."""
+        """What proposes the trees, on the rank that decides."""
         drafter: Drafter = self.drafter.drafter
         return drafter
 
@@ -316,7 +337,7 @@ class MedusaModelRunner(GPUModelRunner):
         return True
 
     def propose_draft_token_ids(self, *args: Any, **kwargs: Any) -> list[list[int]]:
-        """Hand over the trees drafted in `_sample`, as token lists in row order."""
+        """Hand over the trees of `_sample`, as token lists in row order."""
         drafts: list[list[int]] = []
         for request_id, tree in zip(self.input_batch.req_ids, self._result.drafts, strict=True):
             if tree is None:

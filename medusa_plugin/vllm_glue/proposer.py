@@ -14,6 +14,7 @@ from medusa_plugin.draft import TreeDrafter
 from medusa_plugin.heads import DraftHeads, HeadsInfo, TargetSpec, load_heads, peek_heads
 from medusa_plugin.tree.estimate import HeadCalibration
 from medusa_plugin.vllm_glue.support import UnsupportedFeatureError
+from medusa_plugin.vllm_glue.tensor_parallel import gather_vocabulary
 from medusa_plugin.vllm_glue.translate import medusa_config, plan_trees
 
 logger = logging.getLogger("vllm.medusa")
@@ -22,6 +23,9 @@ logger = logging.getLogger("vllm.medusa")
 class MedusaProposer:
     """Owns the drafter of a worker; the model runner calls the drafter itself."""
 
+    drafter: TreeDrafter
+    """Set by `load_model` on the rank that decides."""
+
     def __init__(self, vllm_config: Any) -> None:
         self._vllm_config = vllm_config
         self._config = medusa_config(vllm_config)
@@ -29,12 +33,17 @@ class MedusaProposer:
     def load_model(self, target_model: nn.Module) -> None:
         """Load the heads onto the target's device, sharing its language-model head.
 
+        With tensor parallelism they are the first rank's alone: it drafts for all. The others
+        give their rows of a language-model head that is split between the ranks.
+
         Raises:
             HeadsError: the heads cannot be read or do not fit.
         """
         started = time.perf_counter()
         model_config = self._vllm_config.model_config
-        lm_head = _output_embedding(target_model)
+        lm_head = gather_vocabulary(_output_embedding(target_model))
+        if lm_head is None:
+            return
         target = TargetSpec(
             hidden_size=model_config.get_hidden_size(),
             vocab_size=model_config.get_vocab_size(),
@@ -85,8 +94,8 @@ def _calibration(info: HeadsInfo, heads: DraftHeads) -> Sequence[HeadCalibration
     return [HeadCalibration(scaling.bias, scaling.scale) for scaling in tuning.calibration]
 
 
-def _output_embedding(target_model: Any) -> torch.Tensor:
-    """The target's language-model head, `[padded vocab, hidden]`; tied models have the embedding's.
+def _output_embedding(target_model: Any) -> Any:
+    """The target's language-model head; tied models have the embedding's.
 
     Raises:
         UnsupportedFeatureError: there is none in plain floating point.
@@ -101,4 +110,4 @@ def _output_embedding(target_model: Any) -> torch.Tensor:
             f"{type(target_model).__name__} ({type(layer).__name__}), which has no plain weight to "
             "share with the heads. Run this model without speculation."
         )
-    return weight.data
+    return layer

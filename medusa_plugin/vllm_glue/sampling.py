@@ -122,17 +122,23 @@ class TreeRowSampler:
         """What vLLM expects of its rejection sampler.
 
         Returns:
-            `sampled_token_ids` int32 `[num_reqs, longest]` padded with -1, and logprobs of every
-            entry, flattened in the same order (entries of padding are dropped by vLLM).
+            `tokens_of` the paths, and logprobs of every entry, flattened in the same order
+            (entries of padding are dropped by vLLM).
         """
-        longest = max(len(path.tokens) for path in paths)
-        padded = [
-            (*path.tokens, *[PLACEHOLDER_TOKEN_ID] * (longest - len(path.tokens))) for path in paths
-        ]
-        return SamplerOutput(
-            sampled_token_ids=torch.tensor(padded, dtype=torch.int32),
-            logprobs_tensors=_interleave(self._logprobs, longest) if self._logprobs else None,
-        )
+        output = tokens_of(paths)
+        if self._logprobs:
+            longest = output.sampled_token_ids.shape[1]
+            output.logprobs_tensors = _interleave(self._logprobs, longest)
+        return output
+
+
+def tokens_of(paths: Sequence[AcceptedPath]) -> SamplerOutput:
+    """The tokens of all paths, int32 `[num_reqs, longest]` padded with -1; no logprobs."""
+    longest = max(len(path.tokens) for path in paths)
+    padded = [
+        (*path.tokens, *[PLACEHOLDER_TOKEN_ID] * (longest - len(path.tokens))) for path in paths
+    ]
+    return SamplerOutput(torch.tensor(padded, dtype=torch.int32), logprobs_tensors=None)
 
 
 def _is_plain_greedy(metadata: SamplingMetadata) -> bool:

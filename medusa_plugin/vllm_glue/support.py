@@ -71,7 +71,6 @@ def _parallelism(vllm_config: Any) -> Iterator[str]:
     parallel = vllm_config.parallel_config
     for name in (
         "pipeline_parallel_size",
-        "tensor_parallel_size",
         "decode_context_parallel_size",
         "prefill_context_parallel_size",
         "data_parallel_size",
@@ -79,6 +78,9 @@ def _parallelism(vllm_config: Any) -> Iterator[str]:
         size = getattr(parallel, name, 1)
         if size > 1:
             yield f"{name}={size} (only 1)"
+    if parallel.distributed_executor_backend == "external_launcher":
+        # There each rank answers for itself, but only the first one knows what was drawn.
+        yield "distributed_executor_backend=external_launcher"
     if getattr(parallel, "use_ubatching", False):
         yield "micro-batching (ubatch, dual batch overlap)"
 
