@@ -1,0 +1,184 @@
+"""Tensor parallel 2: the output of one process, and ranks that cannot part.
+
+The ranks have different random states, clocks, delays and logits throughout: see `ranks.disturb`.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from vllm import SamplingParams
+
+from medusa_plugin.cost_cache import read_costs
+from medusa_plugin.heads import TargetSpec, load_heads
+from medusa_plugin.step import StepMessage
+from tests.engine import harness, ranks
+from tests.engine.conftest import HIDDEN_SIZE, VOCAB_SIZE
+from tests.engine.drafters import PlantedDrafter
+from tests.engine.test_stress import random_arrivals, random_trees
+from tests.engine.test_stress import run as run_arrivals
+
+pytestmark = pytest.mark.timeout(240)  # a rank that waits for another one fails the test
+
+MAX_MODEL_LEN = 256
+PARAMS = {
+    "greedy": SamplingParams(temperature=0, max_tokens=32, ignore_eos=True),
+    "seeded": SamplingParams(temperature=0.9, top_p=0.9, seed=5, max_tokens=32),
+    "penalties": SamplingParams(
+        temperature=0.8, seed=6, repetition_penalty=1.3, min_tokens=9, max_tokens=24
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def plain(make_engine: Any) -> Any:
+    return make_engine()
+
+
+@pytest.fixture(scope="module")
+def medusa(make_engine: Any, random_heads: Path) -> Any:
+    engine = make_engine(
+        tensor_parallel_size=2,
+        distributed_executor_backend="mp",
+        num_gpu_blocks_override=20,  # so that requests are preempted
+        max_model_len=MAX_MODEL_LEN,
+        speculative_config={
+            "method": "medusa",
+            "model": str(random_heads),
+            "num_speculative_tokens": harness.MAX_NODES,
+        },
+    )
+    engine.collective_rpc(ranks.disturb)
+    engine.collective_rpc(ranks.watch)
+    return engine
+
+
+def agreed_steps(engine: Any) -> list[StepMessage]:
+    """The steps since the last call, after a check that both ranks saw the same."""
+    first, second = engine.collective_rpc(ranks.take_steps)
+    assert first, "no step ran"
+    assert first == second, "the ranks parted"
+    return first
+
+
+def planted(engine: Any) -> PlantedDrafter:
+    return engine.collective_rpc(ranks.planted)[0]
+
+
+@pytest.mark.parametrize("draft", harness.HIT_RATES)
+@pytest.mark.parametrize("name", PARAMS)
+def test_output_is_that_of_one_process(plain: Any, medusa: Any, name: str, draft: str) -> None:
+    requests = harness.prompts(6, lengths=[3, 17, 40], vocab_size=VOCAB_SIZE, seed=31)
+    params = PARAMS[name]
+    expected = harness.answers(plain, requests, params)
+    drafter = PlantedDrafter(
+        [harness.BUSHY, harness.DEEP], VOCAB_SIZE, harness.HIT_RATES[draft], seed=3
+    )
+    for request, known in zip(requests, expected, strict=True):
+        drafter.learn(request, known[0].token_ids)
+    medusa.collective_rpc(ranks.plant, args=(drafter,))
+    assert harness.answers(medusa, requests, params) == expected
+    harness.assert_draft_did_its_part(planted(medusa), harness.BUSHY)
+    paths = [rows for step, _ in agreed_steps(medusa) for rows, _ in step]
+    assert any(paths) == (draft != "adversarial")
+
+
+@pytest.mark.parametrize("draft", harness.HIT_RATES)
+@pytest.mark.parametrize("name", ["greedy", "seeded"])
+def test_into_the_maximum_length(plain: Any, medusa: Any, name: str, draft: str) -> None:
+    requests = harness.prompts(
+        4, lengths=[MAX_MODEL_LEN - n for n in (2, 5, 9, 14)], vocab_size=VOCAB_SIZE, seed=32
+    )
+    params = PARAMS[name].clone()
+    params.ignore_eos = True
+    expected = harness.answers(plain, requests, params)
+    assert {answer.finish_reason for [answer] in expected} == {"length"}
+    drafter = PlantedDrafter(
+        [harness.BUSHY, harness.WIDE], VOCAB_SIZE, harness.HIT_RATES[draft], seed=4
+    )
+    for request, known in zip(requests, expected, strict=True):
+        drafter.learn(request, [*known[0].token_ids, *range(8)])
+    medusa.collective_rpc(ranks.plant, args=(drafter,))
+    assert harness.answers(medusa, requests, params) == expected
+    agreed_steps(medusa)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_random_traffic(plain: Any, medusa: Any, seed: int) -> None:
+    """Arrivals, aborts, preemption, logprobs, grammars: all parameters mixed."""
+    pick = random.Random(77 + seed)
+    arrivals = random_arrivals(pick)
+    expected = run_arrivals(plain, arrivals, medusa=False)
+    drafter = PlantedDrafter(random_trees(pick, 8), VOCAB_SIZE, 0.8, seed)
+    for arrival in arrivals:
+        drafter.learn(arrival.prompt, expected[arrival.request_id].token_ids)
+    medusa.collective_rpc(ranks.plant, args=(drafter,))
+    found = run_arrivals(medusa, arrivals, medusa=True)
+    agreed_steps(medusa)
+    assert {a.request_id for a in arrivals if a.abort_after is None} <= set(found)
+    for request_id, ours in found.items():
+        theirs = expected[request_id]
+        assert ours.token_ids == theirs.token_ids, request_id
+        assert (ours.text, ours.finish_reason, ours.stop_reason) == (
+            theirs.text,
+            theirs.finish_reason,
+            theirs.stop_reason,
+        )
+        for mine, known in zip(ours.logprobs or (), theirs.logprobs or (), strict=True):
+            assert mine.keys() == known.keys()
+            for token, value in known.items():
+                assert mine[token].logprob == pytest.approx(value.logprob, abs=1e-4, rel=1e-5)
+    assert sum(planted(medusa).accepted) > 20
+
+
+def test_prompt_logprobs(plain: Any, medusa: Any) -> None:
+    requests = harness.prompts(3, lengths=[3, 18], vocab_size=VOCAB_SIZE, seed=33)
+    params = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=2)
+    batch = [{"prompt_token_ids": request} for request in requests]
+    drafter = PlantedDrafter([harness.BUSHY], VOCAB_SIZE, 0.0)
+    medusa.collective_rpc(ranks.plant, args=(drafter,))
+    outputs = [engine.generate(batch, params, use_tqdm=False) for engine in (medusa, plain)]
+    for ours, theirs in zip(*outputs, strict=True):
+        for mine, known in zip(ours.prompt_logprobs[1:], theirs.prompt_logprobs[1:], strict=True):
+            assert list(mine) == list(known)
+            for token, value in known.items():
+                assert mine[token].logprob == pytest.approx(value.logprob, abs=1e-4)
+    agreed_steps(medusa)
+
+
+def test_unseeded_sampling_keeps_the_ranks_together(medusa: Any) -> None:
+    """Each rank's own generator would draw its own tokens."""
+    requests = harness.prompts(6, lengths=[3, 17], vocab_size=VOCAB_SIZE, seed=34)
+    params = SamplingParams(temperature=1.2, max_tokens=24, ignore_eos=True)
+    drafter = PlantedDrafter([harness.BUSHY], VOCAB_SIZE, 0.7)
+    medusa.collective_rpc(ranks.plant, args=(drafter,))
+    first = harness.texts(medusa, requests, params)
+    assert {len(text) for text in first} == {24}
+    for request, text in zip(requests, first, strict=True):
+        drafter.learn(request, text)
+    medusa.collective_rpc(ranks.plant, args=(drafter,))
+    assert harness.texts(medusa, requests, params) != first
+    assert any(rows for step, _ in agreed_steps(medusa) for rows, _ in step)
+
+
+@pytest.mark.parametrize("name", ["greedy", "seeded"])
+def test_own_heads_whose_sizes_follow_the_cost(
+    plain: Any, medusa: Any, tmp_path: Path, name: str
+) -> None:
+    """Costs are measured in step, although the ranks' clocks and cached costs differ."""
+    caches = [tmp_path / "first", tmp_path / "second"]
+    medusa.collective_rpc(ranks.own_heads, args=(None,))
+    assert medusa.collective_rpc(ranks.has_heads) == [True, False]
+    [measured, _] = medusa.collective_rpc(ranks.measure_costs, args=(caches,))
+    assert min(measured.verify.seconds) > 0
+    assert not caches[1].exists(), "a rank that does not decide wrote costs"
+    requests = harness.prompts(5, lengths=[3, 17, 40], vocab_size=VOCAB_SIZE, seed=35)
+    params = PARAMS[name]
+    assert harness.answers(medusa, requests, params) == harness.answers(plain, requests, params)
+    drafts = [draft for _, step in agreed_steps(medusa) for draft in step]
+    assert any(draft is not None for draft in drafts)
