@@ -14,6 +14,8 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Workers of tensor-parallel engines are terminated in any case.
+os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "1")
 # One thread: two that wait for each other crawl when anything else runs on a 2-core machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

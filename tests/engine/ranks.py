@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -22,6 +22,16 @@ from medusa_plugin.vllm_glue import costs, model_runner
 from tests.engine.drafters import PlantedDrafter
 
 LONGEST_DELAY = 0.004
+
+
+class FailingDrafter:
+    """Raises as soon as it is asked to draft."""
+
+    def draft(self, *_: Any) -> NoReturn:
+        raise ValueError("planted failure")
+
+    def forget(self, _: Any) -> None:
+        pass
 
 
 def rank() -> int:

@@ -6,15 +6,15 @@ The ranks have different random states, clocks, delays and logits throughout: se
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 
-from medusa_plugin.cost_cache import read_costs
 from medusa_plugin.heads import TargetSpec, load_heads
 from medusa_plugin.step import StepMessage
 from tests.engine import harness, ranks
@@ -166,19 +166,100 @@ def test_unseeded_sampling_keeps_the_ranks_together(medusa: Any) -> None:
     assert any(rows for step, _ in agreed_steps(medusa) for rows, _ in step)
 
 
-@pytest.mark.parametrize("name", ["greedy", "seeded"])
-def test_own_heads_whose_sizes_follow_the_cost(
-    plain: Any, medusa: Any, tmp_path: Path, name: str
-) -> None:
+def test_own_heads_whose_sizes_follow_the_cost(plain: Any, medusa: Any, tmp_path: Path) -> None:
     """Costs are measured in step, although the ranks' clocks and cached costs differ."""
     caches = [tmp_path / "first", tmp_path / "second"]
     medusa.collective_rpc(ranks.own_heads, args=(None,))
-    assert medusa.collective_rpc(ranks.has_heads) == [True, False]
     [measured, _] = medusa.collective_rpc(ranks.measure_costs, args=(caches,))
     assert min(measured.verify.seconds) > 0
     assert not caches[1].exists(), "a rank that does not decide wrote costs"
     requests = harness.prompts(5, lengths=[3, 17, 40], vocab_size=VOCAB_SIZE, seed=35)
-    params = PARAMS[name]
-    assert harness.answers(medusa, requests, params) == harness.answers(plain, requests, params)
-    drafts = [draft for _, step in agreed_steps(medusa) for draft in step]
-    assert any(draft is not None for draft in drafts)
+    for params in (PARAMS["greedy"], PARAMS["seeded"]):
+        assert harness.answers(medusa, requests, params) == harness.answers(plain, requests, params)
+        drafts = [draft for _, step in agreed_steps(medusa) for draft in step]
+        assert any(draft is not None for draft in drafts)
+
+
+@pytest.fixture(scope="module")
+def grouped_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Like the tiny model, but with a KV head for each rank and tied embeddings."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    directory = tmp_path_factory.mktemp("grouped") / "model"
+    shutil.copytree(tiny_model, directory)
+    config = LlamaConfig.from_pretrained(tiny_model)
+    config.num_attention_heads, config.num_key_value_heads = 4, 2
+    config.tie_word_embeddings = True
+    torch.manual_seed(3)
+    LlamaForCausalLM(config).float().save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def ranked_heads(random_heads: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The random heads with a ranking of tokens from both halves of the vocabulary."""
+    directory = tmp_path_factory.mktemp("ranked") / "heads"
+    shutil.copytree(random_heads, directory)
+    ranking = torch.randperm(VOCAB_SIZE, generator=torch.Generator().manual_seed(4))[:100]
+    save_file({"token_ids": ranking.int()}, directory / "draft_vocab.safetensors")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def grouped(make_engine: Any, grouped_model: Path, ranked_heads: Path) -> Any:
+    engine = make_engine(
+        model=str(grouped_model),
+        tensor_parallel_size=2,
+        distributed_executor_backend="mp",
+        speculative_config={"method": "medusa", "model": str(ranked_heads), "sizes": "fixed"},
+    )
+    engine.collective_rpc(ranks.disturb)
+    engine.collective_rpc(ranks.watch)
+    return engine
+
+
+def test_heads_share_the_whole_language_model_head(
+    grouped: Any, medusa: Any, tiny_model: Path, grouped_model: Path, random_heads: Path,
+    ranked_heads: Path,
+) -> None:  # fmt: skip
+    """They are on the rank that drafts alone, and propose what they do in one process."""
+    medusa.collective_rpc(ranks.own_heads, args=(None,))
+    hidden = torch.randn(5, HIDDEN_SIZE, generator=torch.Generator().manual_seed(6))
+    for engine, model, heads, name in (
+        (medusa, tiny_model, random_heads, "lm_head.weight"),
+        (grouped, grouped_model, ranked_heads, "model.embed_tokens.weight"),
+    ):
+        assert engine.collective_rpc(ranks.has_heads) == [True, False]
+        lm_head = load_file(model / "model.safetensors")[name]
+        target = TargetSpec(HIDDEN_SIZE, VOCAB_SIZE, lm_head, torch.float32, torch.device("cpu"))
+        known = load_heads(heads, target, draft_vocab_size="auto")
+        count = known.max_top_k
+        assert count == (VOCAB_SIZE if engine is medusa else 100)
+        expected = known.propose(hidden, torch.zeros(5, dtype=torch.int64), count)
+        token_ids, log_probs = engine.collective_rpc(ranks.candidates, args=(hidden, count))[0]
+        assert torch.equal(token_ids, expected.token_ids)
+        torch.testing.assert_close(log_probs, expected.log_probs)
+
+
+@pytest.mark.parametrize("name", ["greedy", "seeded"])
+def test_split_kv_heads(make_engine: Any, grouped: Any, grouped_model: Path, name: str) -> None:
+    one_process = make_engine(model=str(grouped_model))
+    requests = harness.prompts(6, lengths=[3, 17, 40], vocab_size=VOCAB_SIZE, seed=36)
+    expected = harness.answers(one_process, requests, PARAMS[name])
+    grouped.collective_rpc(ranks.own_heads, args=(None,))
+    assert harness.answers(grouped, requests, PARAMS[name]) == expected
+    assert any(draft and draft[0] for _, step in agreed_steps(grouped) for draft in step)
+    drafter = PlantedDrafter([harness.SHIPPED], VOCAB_SIZE, 0.8)
+    for request, known in zip(requests, expected, strict=True):
+        drafter.learn(request, known[0].token_ids)
+    grouped.collective_rpc(ranks.plant, args=(drafter,))
+    assert harness.answers(grouped, requests, PARAMS[name]) == expected
+    assert sum(planted(grouped).accepted) > 0
+    agreed_steps(grouped)
+
+
+def test_an_error_on_the_deciding_rank_ends_the_engine(grouped: Any) -> None:
+    """The other rank, which waits to be told, must not make it hang. (Last: ends the engine.)"""
+    grouped.collective_rpc(ranks.plant, args=(ranks.FailingDrafter(),))
+    with pytest.raises(RuntimeError, match="planted failure"):
+        harness.answers(grouped, [[1, 2, 3]], PARAMS["greedy"])
