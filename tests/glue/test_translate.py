@@ -166,7 +166,14 @@ def test_another_worker_class_is_refused() -> None:
     ("options", "name"),
     [
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
-        ({"tensor_parallel_size": 3}, "tensor_parallel_size=3"),
+        (
+            {"tensor_parallel_size": 3, "pipeline_parallel_size": 2},
+            r"yet: pipeline_parallel_size=2 \(only 1\)\. Turn",
+        ),
+        (
+            {"tensor_parallel_size": 3, "distributed_executor_backend": "external_launcher"},
+            "external_launcher",
+        ),
         ({"data_parallel_size": 2}, "data_parallel_size=2"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype=fp8"),
         ({"kv_cache_dtype": "float16"}, "kv_cache_dtype=float16.*bfloat16"),
