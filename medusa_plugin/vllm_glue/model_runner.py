@@ -244,10 +244,11 @@ class MedusaModelRunner(GPUModelRunner):
         assert granted is not None and logits is not None and self.kv_cache_group is not None
         if decides():
             output = self._decide(granted, logits, self.kv_cache_group)
-            tell(self._result.to_message())
+            tell(self._result)
             return output
-        self._result = follow_step(
-            hear(),
+        self._result = hear()
+        follow_step(
+            self._result,
             granted.root_positions.tolist(),
             self.kv_cache_group,
             self.input_batch.block_table[0].get_numpy_array(),

@@ -16,12 +16,15 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 
 from medusa_plugin.draft import TreeDrafter
-from medusa_plugin.step import StepMessage
 from medusa_plugin.tree.budget import StepCosts
 from medusa_plugin.vllm_glue import costs, model_runner
 from tests.engine.drafters import PlantedDrafter
 
 LONGEST_DELAY = 0.004
+
+Tokens = tuple[int, ...]
+Step = tuple[list[tuple[Tokens, Tokens]], list[tuple[list[int], list[int]] | None]]
+"""Rows and tokens of each accepted path; tokens and parents of each draft."""
 
 
 class FailingDrafter:
@@ -75,16 +78,19 @@ def watch(worker: Any) -> None:
 
     def watched(*args: Any) -> Any:
         output = sample(*args)
-        runner.steps_of_test.append(runner._result.to_message())
+        result = runner._result
+        paths = [(path.rows, path.tokens) for path in result.paths]
+        drafts = [tree and (tree.tokens.tolist(), tree.parents.tolist()) for tree in result.drafts]
+        runner.steps_of_test.append((paths, drafts))
         return output
 
     runner._sample = watched
 
 
-def take_steps(worker: Any) -> list[StepMessage]:
+def take_steps(worker: Any) -> list[Step]:
     """The steps since the last call."""
     runner = worker.model_runner
-    steps: list[StepMessage] = runner.steps_of_test
+    steps: list[Step] = runner.steps_of_test
     runner.steps_of_test = []
     return steps
 

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 
 from medusa_plugin.heads import TargetSpec, load_heads
-from medusa_plugin.step import StepMessage
 from tests.engine import harness, ranks
 from tests.engine.conftest import HIDDEN_SIZE, VOCAB_SIZE
 from tests.engine.drafters import PlantedDrafter
@@ -58,7 +57,7 @@ def medusa(make_engine: Any, random_heads: Path) -> Any:
     return engine
 
 
-def agreed_steps(engine: Any) -> list[StepMessage]:
+def agreed_steps(engine: Any) -> list[ranks.Step]:
     """The steps since the last call, after a check that both ranks saw the same."""
     first, second = engine.collective_rpc(ranks.take_steps)
     assert first, "no step ran"
