@@ -26,8 +26,6 @@ class StepRequest:
     """Prompt and output token ids before this step (a view: valid during the step only)."""
     drafts_next: bool
     """False where the step's token is discarded (a prefill chunk): no new draft."""
-    chain_only: bool
-    """True where the host can follow only a chain (structured output)."""
     options: RequestOptions
     """What the request itself asked for."""
     typical_temperature: float | None

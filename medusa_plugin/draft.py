@@ -189,11 +189,7 @@ class TreeDrafter:
             [request.committed for request in requests],
             [np.array(path.tokens, np.int32) for path in paths],
         )
-        branches = self._lookup.propose(ids, self.num_nodes)
-        if branches is not None:
-            # Beside the heads' chain a branch would fork.
-            branches.probs[[i for i, request in enumerate(requests) if request.chain_only]] = 0
-        return branches
+        return self._lookup.propose(ids, self.num_nodes)
 
     def _with_heads(
         self,
@@ -211,14 +207,9 @@ class TreeDrafter:
             tokens,
             candidates.log_probs.cpu().numpy(),
         )
-        chains = [i for i, request in enumerate(requests) if request.chain_only]
         if self._static is None:
-            log_probs[chains, :, 1:] = -np.inf  # one candidate a head is a chain
             return rank_nodes(tokens, log_probs, self.num_nodes, branches)
-        ranked = self._on_static_tree(self._static, tokens, log_probs)
-        for i in chains:
-            _put_chain(ranked, i, tokens[i, :, 0], log_probs[i, :, 0])
-        return ranked
+        return self._on_static_tree(self._static, tokens, log_probs)
 
     def _on_static_tree(
         self, static: _Static, tokens: Int64Array, log_probs: FloatArray
@@ -248,14 +239,3 @@ class TreeDrafter:
             if n:
                 self._trees_estimate.expect(ids[i], n, float(sums[i, n - 1]))
         return nodes
-
-
-def _put_chain(
-    ranked: RankedNodes, request: int, tokens: Int64Array, log_probs: FloatArray
-) -> None:
-    """Replace the nodes of `request` by the heads' best candidates in a row, in place."""
-    n = min(len(tokens), ranked.tokens.shape[1])
-    ranked.log_probs[request] = -np.inf
-    ranked.log_probs[request, :n] = log_probs[:n].cumsum()
-    ranked.parents[request] = np.arange(ranked.parents.shape[1])
-    ranked.tokens[request, :n] = tokens[:n]

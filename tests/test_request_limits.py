@@ -46,7 +46,6 @@ def request(number: int, options: RequestOptions) -> StepRequest:
         root_position=0,
         committed=np.array([1, 2, 3], np.int32),
         drafts_next=True,
-        chain_only=False,
         options=options,
         typical_temperature=None,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -96,6 +96,21 @@ class DraftTree:
         """Rows whose parent is `row`, ascending."""
         rows: list[int] = (np.flatnonzero(self.parents == row) + 1).tolist()
         return rows
+
+    def leaves(self, rows: Collection[int]) -> list[int]:
+        """Those of `rows` that have no child among them, ascending."""
+        inner = {int(self.parents[row - 1]) for row in rows}
+        return sorted(set(rows) - inner)
+
+    def path(self, row: int) -> list[int]:
+        """The rows from a child of the root down to `row`, both included."""
+        mask = int(self.masks[row])
+        return [ancestor for ancestor in range(1, row + 1) if mask >> ancestor & 1]
+
+    def tokens_of(self, rows: Sequence[int]) -> list[int]:
+        """What these rows, which the root is not among, carry."""
+        tokens: list[int] = self.tokens[np.asarray(rows, np.int64) - 1].tolist()
+        return tokens
 
     def child_with_token(self, row: int, token: int) -> int | None:
         """The row of the child of `row` that carries `token`, or None."""

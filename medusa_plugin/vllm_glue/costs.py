@@ -114,7 +114,6 @@ def _requests(count: int) -> list[StepRequest]:
             root_position=0,
             committed=np.zeros(1, np.int32),
             drafts_next=True,
-            chain_only=False,
             options=RequestOptions(),
             typical_temperature=None,
         )

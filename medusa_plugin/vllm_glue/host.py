@@ -42,6 +42,8 @@ class Hook:
 
 
 _RUNNER = "vllm.v1.worker.gpu_model_runner"
+_SCHEDULER = "vllm.v1.core.sched.scheduler"
+_GRAMMARS = "vllm.v1.structured_output"
 _FLASH = "vllm.v1.attention.backends.flash_attn"
 # Parameters that attention has on every device.
 _BUILD = ("self", "common_prefix_len", "common_attn_metadata", "fast_build")
@@ -87,25 +89,13 @@ REGISTRATION_HOOKS = (
     Hook(
         "vllm.sampling_params",
         "SamplingParams.verify",
-        (
-            "self",
-            "model_config",
-            "speculative_config",
-            "structured_outputs_config",
-            "tokenizer",
-        ),
+        ("self", "model_config", "speculative_config", "structured_outputs_config", "tokenizer"),
         "check extra_args['medusa'] in the front end; remove when plugins can check requests",
     ),
     Hook(
         "vllm.v1.sample.logits_processor",
         "build_logitsprocs",
-        (
-            "vllm_config",
-            "device",
-            "is_pin_memory",
-            "is_pooling_model",
-            "custom_logitsprocs",
-        ),
+        ("vllm_config", "device", "is_pin_memory", "is_pooling_model", "custom_logitsprocs"),
         "keep all logits processors, which the tree walk applies; remove when vLLM keeps them",
     ),
 )
@@ -194,6 +184,12 @@ WORKER_HOOKS = (
     ),
     Hook(
         _RUNNER,
+        "GPUModelRunner.take_draft_token_ids",
+        ("self",),
+        "send the trees to the scheduler, which masks their rows",
+    ),
+    Hook(
+        _RUNNER,
         "GPUModelRunner.initialize_kv_cache",
         ("self", "kv_cache_config", "is_profiling", "kv_cache_allocation_context"),
         "group the caches for compaction and probe their layout",
@@ -209,6 +205,35 @@ WORKER_HOOKS = (
         "GroupCoordinator.gather",
         ("self", "input_", "dst", "dim"),
         "gather a language-model head that is split between the ranks",
+    ),
+)
+
+# Overridden or called by `scheduler`, to give each row of a tree its grammar mask; remove when
+# vLLM's scheduler knows trees.
+SCHEDULER_HOOKS = (
+    Hook(
+        _SCHEDULER,
+        "Scheduler.update_draft_token_ids",
+        ("self", "draft_token_ids"),
+        "check paths of trees",
+    ),
+    Hook(
+        _SCHEDULER,
+        "Scheduler.get_grammar_bitmask",
+        ("self", "scheduler_output"),
+        "mask rows of trees",
+    ),
+    Hook(
+        _GRAMMARS,
+        "StructuredOutputManager.validate_tokens",
+        ("self", "request", "spec_tokens"),
+        "check one path",
+    ),
+    Hook(
+        _GRAMMARS,
+        "StructuredOutputManager.grammar_bitmask",
+        ("self", "requests", "structured_output_request_ids", "scheduled_spec_decode_tokens"),
+        "mask the rows of one path",
     ),
 )
 

@@ -9,7 +9,7 @@
 | `input_batch.block_table[0]` | physical blocks, for compaction |
 | `discard_request_mask` | prefill chunks: no draw, no draft |
 | `SamplerOutput.sampled_token_ids` | accepted path and bonus token, padded with -1 |
-| `_draft_token_ids` | tokens of the next trees' nodes, in row order |
+| `_draft_token_ids` | tokens of the next trees' nodes, in row order; see `scheduler.py` |
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from medusa_plugin.vllm_glue.costs import follow_measurement, step_costs
 from medusa_plugin.vllm_glue.kv_cache import group_caches, start_kernels
 from medusa_plugin.vllm_glue.request_control import RunningRequests
 from medusa_plugin.vllm_glue.sampling import TreeRowSampler, tokens_of
+from medusa_plugin.vllm_glue.scheduler import DraftTrees
 from medusa_plugin.vllm_glue.support import UnsupportedFeatureError
 from medusa_plugin.vllm_glue.tensor_parallel import decides, hear, tell
 from medusa_plugin.vllm_glue.translate import medusa_config
@@ -311,8 +312,6 @@ class MedusaModelRunner(GPUModelRunner):
                     root_position=int(granted.root_positions[i]),
                     committed=batch.token_ids_cpu[i, : batch.num_tokens_no_spec[i]],
                     drafts_next=i not in discarded,
-                    # The scheduler computes grammar masks along a chain.
-                    chain_only=params.structured_outputs is not None,
                     options=settings.options,
                     typical_temperature=settings.typical_temperature,
                 )
@@ -348,3 +347,19 @@ class MedusaModelRunner(GPUModelRunner):
                 self._proposed[request_id] = tree
                 drafts.append(tree.tokens.tolist())
         return drafts
+
+    def take_draft_token_ids(self) -> DraftTrees | None:
+        """The drafts for the scheduler, with the trees that it must know to compute masks."""
+        drafts = super().take_draft_token_ids()
+        if drafts is None:
+            return None
+        trees = [self._constrained_tree(request_id) for request_id in drafts.req_ids]
+        return DraftTrees(drafts.req_ids, drafts.draft_token_ids, trees)
+
+    def _constrained_tree(self, request_id: str) -> DraftTree | None:
+        """What a request proposed, if it is a tree that has to follow a grammar."""
+        tree = self._proposed.get(request_id)
+        params = self.requests[request_id].sampling_params
+        if tree is None or tree.is_chain or params is None or params.structured_outputs is None:
+            return None
+        return tree

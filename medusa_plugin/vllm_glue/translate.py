@@ -7,6 +7,7 @@
 | `speculative_config["num_speculative_tokens"]` | nodes of the tree without its root |
 | `additional_config["medusa"]` | the other fields of `MedusaConfig` |
 | `worker_cls` | our worker, which brings our model runner |
+| `scheduler_cls` | our scheduler, which computes grammar masks for trees |
 | result: `method="custom_class"`, `model=PROPOSER` | the public hook of both 0.32 and 0.33 |
 """
 
@@ -36,6 +37,7 @@ from medusa_plugin.vllm_glue.support import custom_processors, require_supported
 logger = logging.getLogger("vllm.medusa")
 
 PROPOSER = "medusa_plugin.vllm_glue.proposer.MedusaProposer"
+SCHEDULER = "medusa_plugin.vllm_glue.scheduler.MedusaScheduler"
 CPU_WORKER = "medusa_plugin.vllm_glue.worker.MedusaCPUWorker"
 CUDA_WORKER = "medusa_plugin.vllm_glue.worker_cuda.MedusaCUDAWorker"
 OPTIONS_KEY = "medusa"
@@ -80,12 +82,8 @@ def translate_engine_args(engine_args: Any) -> None:
     additional[OPTIONS_KEY] = config.model_dump()
     engine_args.additional_config = additional
     worker = CUDA_WORKER if current_platform.is_cuda() else CPU_WORKER
-    if engine_args.worker_cls not in (None, "auto", worker):
-        raise MedusaConfigError(
-            f"--worker-cls {engine_args.worker_cls} and speculative method 'medusa' exclude each "
-            "other: medusa brings its own worker"
-        )
-    engine_args.worker_cls = worker
+    _bring_own(engine_args, "worker", worker)
+    _bring_own(engine_args, "scheduler", SCHEDULER)
 
 
 def finish_engine_config(vllm_config: Any) -> None:
@@ -180,6 +178,17 @@ def plan_trees(config: MedusaConfig, heads: HeadsInfo) -> TreePlan:
             "num_speculative_tokens out, or give a tree of that size"
         )
     return TreePlan(tree.num_nodes, tree)
+
+
+def _bring_own(engine_args: Any, part: str, ours: str) -> None:
+    """Set the class of a part of the engine, in place, unless the user brings another."""
+    given = getattr(engine_args, f"{part}_cls")
+    if given not in (None, "auto", ours):
+        raise MedusaConfigError(
+            f"--{part}-cls {given} and speculative method 'medusa' exclude each other: medusa "
+            f"brings its own {part}"
+        )
+    setattr(engine_args, f"{part}_cls", ours)
 
 
 def _require_nothing_asked(speculative: dict[str, Any], additional: dict[str, Any]) -> None:

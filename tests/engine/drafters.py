@@ -73,8 +73,6 @@ class PlantedDrafter:
                 self.branching_steps += not request.tree.is_chain
             sequence = (*request.committed.tolist(), *path.tokens)
             topology = self._random.choice(self.topologies)
-            if request.chain_only:
-                topology = TokenTree.chain(topology.num_nodes)
             tree = DraftTree.on(topology, self._tokens(topology, self._future(sequence)))
             drafts.append(tree.prefix(request.options.node_limit(tree.num_nodes)))
         return drafts
@@ -179,7 +177,7 @@ class LikelyDrafter:
         self.judged += 1
 
     def _tree(self, text: list[int], request: StepRequest) -> DraftTree:
-        topology = TokenTree.chain(3) if request.chain_only else self.topology
+        topology = self.topology
         texts = [text]
         for row in range(1, topology.num_rows):
             before = texts[topology.parents[row]]

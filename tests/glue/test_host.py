@@ -14,7 +14,13 @@ from packaging.version import Version
 
 from medusa_plugin.vllm_glue import host
 
-HOOKS = host.REGISTRATION_HOOKS + host.WORKER_HOOKS + host.CPU_HOOKS + host.CUDA_HOOKS
+HOOKS = (
+    host.REGISTRATION_HOOKS
+    + host.WORKER_HOOKS
+    + host.SCHEDULER_HOOKS
+    + host.CPU_HOOKS
+    + host.CUDA_HOOKS
+)
 
 
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.qualname)

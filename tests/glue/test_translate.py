@@ -46,6 +46,7 @@ def test_every_spelling_is_translated(options: dict[str, Any]) -> None:
         "num_speculative_tokens": 7,
     }
     assert args.worker_cls == translate.CPU_WORKER
+    assert args.scheduler_cls == translate.SCHEDULER
     assert args.additional_config["medusa"]["heads"] == HEADS
     json.dumps(args.additional_config)  # vLLM hashes it
     once = dict(args.speculative_config)
@@ -59,7 +60,7 @@ def test_other_methods_are_left_alone(config: dict[str, Any] | None) -> None:
     translate.translate_engine_args(args)
     assert args.speculative_config == config
     assert args.additional_config == {"other": 1}
-    assert args.worker_cls == "auto"
+    assert (args.worker_cls, args.scheduler_cls) == ("auto", None)
 
 
 def test_the_tree_gives_the_number_of_tokens() -> None:
@@ -156,9 +157,10 @@ def test_no_heads_anywhere(tmp_path: Path) -> None:
         translate.find_heads(str(tmp_path))
 
 
-def test_another_worker_class_is_refused() -> None:
-    args = engine_args(speculative_config=speculative(), worker_cls="some.Worker")
-    with pytest.raises(MedusaConfigError, match=r"some\.Worker"):
+@pytest.mark.parametrize("part", ["worker", "scheduler"])
+def test_another_class_than_ours_is_refused(part: str) -> None:
+    args = engine_args(speculative_config=speculative(), **{f"{part}_cls": "some.Class"})
+    with pytest.raises(MedusaConfigError, match=rf"--{part}-cls some\.Class .*its own {part}"):
         translate.translate_engine_args(args)
 
 

@@ -1,0 +1,156 @@
+"""vLLM's scheduler, told which drafts of structured-output requests are trees.
+
+vLLM checks drafts against a grammar, and computes a mask for each of them, as if they followed each
+other. Here each path of a tree goes through vLLM's own functions as the chain that it is, so all
+that they decide along a chain (backends, rollback, termination, where reasoning ends) holds along
+every path. The grammar itself is advanced by vLLM alone, by accepted tokens.
+
+| vLLM field | our meaning |
+|---|---|
+| `DraftTokenIds` | `DraftTrees`: with the trees whose masks depend on it |
+| `Request.spec_token_ids` | the tree's nodes up to the last one that the grammar allows |
+| `GrammarOutput.grammar_bitmask` | one row per tree row, root first; rows of nodes that the grammar refuses allow everything, since no walk gets there |
+"""  # noqa: E501
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import DraftTokenIds
+
+from medusa_plugin.tree.draft_tree import DraftTree
+from medusa_plugin.vllm_glue import host
+
+PLACEHOLDER_TOKEN_ID = -1
+
+
+@dataclass
+class DraftTrees(DraftTokenIds):
+    """The drafts that a worker hands to the scheduler, with the trees of some requests."""
+
+    trees: list[DraftTree | None]
+    """For each request, what it drafted if that branches and has to follow a grammar."""
+
+
+@dataclass(frozen=True)
+class ConstrainedTree:
+    """What a request drafted, and what of that its grammar allows."""
+
+    tree: DraftTree
+    """Up to the last allowed node."""
+    allowed: frozenset[int]
+    """Rows whose whole path is allowed."""
+
+    def granted(self, tokens: list[int]) -> ConstrainedTree | None:
+        """The part that carries `tokens`; see `DraftTree.granted`."""
+        tree = self.tree.granted(tokens)
+        if tree is None:
+            return None
+        return ConstrainedTree(tree, self.allowed & frozenset(range(tree.num_rows)))
+
+    def paths(self) -> Iterable[list[int]]:
+        """Rows of each path to a row that is allowed while none below it is."""
+        return map(self.tree.path, self.tree.leaves(self.allowed))
+
+
+class MedusaScheduler(Scheduler):
+    """vLLM's scheduler with a grammar mask per tree row.
+
+    Raises:
+        UnsupportedHostError: vLLM has changed something that this class overrides or calls.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        host.check_hooks(host.SCHEDULER_HOOKS)
+        super().__init__(*args, **kwargs)
+        self._drafted: dict[str, ConstrainedTree] = {}
+
+    def update_draft_token_ids(self, draft_token_ids: DraftTrees) -> None:
+        """Take the drafts for the next step, without what the grammars refuse."""
+        for request_id in self._drafted.keys() - self.requests.keys():
+            del self._drafted[request_id]
+        drafts = list(draft_token_ids.draft_token_ids)
+        constrained = {}
+        for i, (request_id, tree) in enumerate(
+            zip(draft_token_ids.req_ids, draft_token_ids.trees, strict=True)
+        ):
+            self._drafted.pop(request_id, None)
+            if tree is not None:
+                drafts[i] = []
+                constrained[request_id] = tree
+        super().update_draft_token_ids(DraftTokenIds(draft_token_ids.req_ids, drafts))
+        for request_id, tree in constrained.items():
+            request = self.requests.get(request_id)
+            if request is None or request.is_finished() or request.is_prefill_chunk:
+                continue  # vLLM expects no draft of it
+            drafted = self._constrain(request, tree)
+            request.spec_token_ids = drafted.tree.tokens.tolist()
+            self._drafted[request_id] = drafted
+
+    def _constrain(self, request: Any, tree: DraftTree) -> ConstrainedTree:
+        allowed: set[int] = set()
+        for leaf in tree.leaves(range(1, tree.num_rows)):
+            path = tree.path(leaf)
+            valid = self.structured_output_manager.validate_tokens(request, tree.tokens_of(path))
+            allowed.update(path[: len(valid)])
+        return ConstrainedTree(tree.prefix(max(allowed, default=0)), frozenset(allowed))
+
+    def get_grammar_bitmask(self, scheduler_output: Any) -> Any:
+        """The masks of the step: vLLM's own for chains, and those of trees row by row."""
+        scheduled = scheduler_output.scheduled_spec_decode_tokens
+        granted = {}
+        for request_id, tokens in scheduled.items():
+            drafted = self._drafted.get(request_id)
+            tree = drafted.granted(tokens) if drafted is not None else None
+            if tree is not None:
+                granted[request_id] = tree
+        if not granted:
+            return super().get_grammar_bitmask(scheduler_output)
+        masks = {request_id: self._masks(request_id, tree) for request_id, tree in granted.items()}
+        # vLLM lays out the rows of all and fills the roots'; it allows everything at placeholders.
+        placeholders = {
+            request_id: [PLACEHOLDER_TOKEN_ID] * tree.tree.num_nodes
+            for request_id, tree in granted.items()
+        }
+        output = super().get_grammar_bitmask(
+            replace(scheduler_output, scheduled_spec_decode_tokens=scheduled | placeholders)
+        )
+        ids = output.structured_output_request_ids
+        first_rows = _first_rows(
+            output.grammar_bitmask, [1 + len(scheduled.get(request_id, ())) for request_id in ids]
+        )
+        for request_id, first_row in zip(ids, first_rows, strict=True):
+            for row, mask in masks.get(request_id, {}).items():
+                output.grammar_bitmask[first_row + row] = mask
+        acceptable = [
+            len(scheduled[request_id]) if request_id in granted else count
+            for request_id, count in zip(ids, output.num_acceptable_drafts, strict=True)
+        ]
+        return replace(output, num_acceptable_drafts=acceptable)
+
+    def _masks(self, request_id: str, drafted: ConstrainedTree) -> dict[int, npt.NDArray[np.int32]]:
+        """The mask of each allowed row below the root: what may follow its path."""
+        masks = {}
+        requests = {request_id: self.requests[request_id]}
+        for path in drafted.paths():
+            tokens = {request_id: drafted.tree.tokens_of(path)}
+            chain = self.structured_output_manager.grammar_bitmask(requests, [request_id], tokens)
+            for row, mask in zip(path, chain[1:], strict=False):
+                # vLLM fills the same memory at every call.
+                masks[row] = mask.copy()
+        return masks
+
+
+def _first_rows(bitmask: npt.NDArray[np.int32], num_rows: list[int]) -> list[int]:
+    """First row of each request, of which `num_rows` are used.
+
+    vLLM 0.32 lists the used rows only; 0.33 gives each request as many as the largest tree has.
+    """
+    if len(bitmask) == sum(num_rows):
+        return [sum(num_rows[:i]) for i in range(len(num_rows))]
+    return [i * (len(bitmask) // len(num_rows)) for i in range(len(num_rows))]
