@@ -1,73 +1,244 @@
-"""Structured output under Medusa: these requests get chains, other requests keep their trees."""
+"""Structured output under Medusa: each row of a tree is masked as its own path demands."""
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import xgrammar
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.engine import harness
-from tests.engine.conftest import VOCAB_SIZE
+from tests.engine.conftest import EOS_TOKEN_ID, VOCAB_SIZE
+from tests.engine.drafters import PlantedDrafter
 
-CONSTRAINTS = {
-    "json": {
-        "json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-    },
-    "regex": {"regex": r"[a-f]{3}-[0-9]{4}"},
-    "choice": {"choice": ["alpha", "alphabet", "beta"]},
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "yes"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
 }
+REGEX = r"[a-f]{3}-[0-9]{4}"
+CHOICES = [a + b + c for a in "rbt" for b in "aeo" for c in ("d", "ge", "n")]
+GRAMMAR = 'root ::= "get " name (", " name)* ";"\nname ::= [a-d] [a-d]?'
+TAG = {
+    "type": "structural_tag",
+    "format": {
+        "type": "tag",
+        "begin": "<f>",
+        "content": {"type": "regex", "pattern": "[a-f]{2,6}"},
+        "end": "</f>",
+    },
+}
+CONSTRAINTS: dict[str, dict[str, Any]] = {
+    "json": {"json": SCHEMA},
+    "json_object": {"json_object": True},
+    "regex": {"regex": REGEX},
+    "choice": {"choice": CHOICES},
+    "grammar": {"grammar": GRAMMAR},
+    "structural_tag": {"structural_tag": json.dumps(TAG)},
+    "endless": {"regex": r"([a-f]{3}-[0-9]{2} )*"},
+}
+CONFORMS: dict[str, Callable[[str], Any]] = {
+    "json": lambda text: json.loads(text)["b"] in ("x", "yes"),
+    "json_object": lambda text: isinstance(json.loads(text), dict),
+    "regex": re.compile(REGEX).fullmatch,
+    "choice": CHOICES.__contains__,
+    "grammar": re.compile(r"get [a-d]{1,2}(, [a-d]{1,2})*;").fullmatch,
+    "structural_tag": re.compile(r"<f>[a-f]{2,6}</f>").fullmatch,
+    "endless": re.compile(r"([a-f]{3}-[0-9]{2} )*").fullmatch,
+}
+
+
+# Without whitespace, in which a random model would go on for ever.
+CONFIG = {"backend": "xgrammar", "disable_any_whitespace": True}
 
 
 @pytest.fixture(scope="module")
 def plain(make_engine: Any) -> Any:
-    return make_engine()
+    return make_engine(structured_outputs_config=CONFIG)
 
 
 @pytest.fixture(scope="module")
 def medusa(make_engine: Any, random_heads: Path) -> Any:
     return make_engine(
+        structured_outputs_config=CONFIG,
+        # So little room that many requests are chunked and preempted.
+        max_num_batched_tokens=64,
+        num_gpu_blocks_override=24,
         speculative_config={
             "method": "medusa",
             "model": str(random_heads),
             "num_speculative_tokens": harness.MAX_NODES,
-        }
+        },
     )
+
+
+def bound(kind: str, **params: Any) -> SamplingParams:
+    return SamplingParams(
+        structured_outputs=StructuredOutputsParams(**CONSTRAINTS[kind]),
+        **{"temperature": 0, "max_tokens": 24, **params},
+    )
+
+
+def plant(
+    medusa: Any,
+    requests: Sequence[list[int]],
+    expected: Sequence[Sequence[harness.Answer]],
+    hit_rate: float,
+) -> PlantedDrafter:
+    """Wrong tokens come from the right texts too: a grammar may allow them."""
+    drafter = harness.plant(medusa, [harness.BUSHY, harness.DEEP], VOCAB_SIZE, hit_rate)
+    seen = {token for answers in expected for answer in answers for token in answer.token_ids}
+    drafter.alphabet = sorted(seen)
+    for request, answers in zip(requests, expected, strict=True):
+        drafter.learn(request, answers[0].token_ids)
+    return drafter
 
 
 @pytest.mark.parametrize("draft", harness.HIT_RATES)
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("kind", CONSTRAINTS)
-def test_constrained_output_equals_plain(plain: Any, medusa: Any, kind: str, draft: str) -> None:
+def test_constrained_output_equals_plain(
+    plain: Any, medusa: Any, kind: str, temperature: float, draft: str
+) -> None:
     requests = harness.prompts(3, lengths=[4, 20], vocab_size=VOCAB_SIZE, seed=1)
-    params = SamplingParams(
-        temperature=0,
-        max_tokens=24,
-        structured_outputs=StructuredOutputsParams(**CONSTRAINTS[kind]),
-    )
+    params = bound(kind, temperature=temperature, seed=5)
     expected = harness.answers(plain, requests, params)
-    drafter = harness.plant(medusa, [harness.BUSHY], VOCAB_SIZE, harness.HIT_RATES[draft])
-    for request, known in zip(requests, expected, strict=True):
-        drafter.learn(request, known[0].token_ids)
-    assert harness.answers(medusa, requests, params) == expected
-    assert drafter.branching_steps == 0, "a structured-output request got a tree"
-    if draft == "oracle":
-        assert sum(drafter.accepted) > 0
-
-
-def test_constrained_and_free_requests_in_one_batch(plain: Any, medusa: Any) -> None:
-    requests = harness.prompts(4, lengths=[4, 20], vocab_size=VOCAB_SIZE, seed=2)
-    free = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    bound = SamplingParams(
-        temperature=0,
-        max_tokens=24,
-        structured_outputs=StructuredOutputsParams(**CONSTRAINTS["regex"]),
-    )
-    params = [free, bound, free, bound]
-    expected = harness.answers(plain, requests, params)
-    drafter = harness.plant(medusa, [harness.BUSHY], VOCAB_SIZE, 1.0)
-    for request, known in zip(requests, expected, strict=True):
-        drafter.learn(request, known[0].token_ids)
+    drafter = plant(medusa, requests, expected, harness.HIT_RATES[draft])
     assert harness.answers(medusa, requests, params) == expected
     assert drafter.branching_steps > 0
+    assert (sum(drafter.accepted) > 0) == (draft != "adversarial")
+    assert_conforms([kind] * 3, expected)
+
+
+def assert_conforms(kinds: Sequence[str], found: Sequence[Sequence[harness.Answer]]) -> None:
+    """Texts that were cut off conform only so far."""
+    ended = [
+        (kind, answer.text)
+        for kind, answers in zip(kinds, found, strict=True)
+        for answer in answers
+        if answer.finish_reason == "stop"
+    ]
+    assert ended, "no text came to its end"
+    for kind, text in ended:
+        assert CONFORMS[kind](text), text
+
+
+@pytest.mark.parametrize("draft", harness.HIT_RATES)
+@pytest.mark.parametrize("kind", ["json", "regex", "choice"])
+@pytest.mark.parametrize("backend", ["guidance", "outlines"])
+def test_other_backends(
+    plain: Any, medusa: Any, monkeypatch: pytest.MonkeyPatch, backend: str, kind: str, draft: str
+) -> None:
+    for engine in (plain, medusa):
+        use_backend(engine, backend, monkeypatch)
+    requests = harness.prompts(3, lengths=[4, 20], vocab_size=VOCAB_SIZE, seed=1)
+    params = bound(kind, temperature=0.9, seed=5)
+    expected = harness.answers(plain, requests, params)
+    drafter = plant(medusa, requests, expected, harness.HIT_RATES[draft])
+    assert harness.answers(medusa, requests, params) == expected
+    assert drafter.branching_steps > 0
+    assert (sum(drafter.accepted) > 0) == (draft != "adversarial")
+    assert_conforms([kind] * 3, expected)
+
+
+def use_backend(engine: Any, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the engine had been started with another grammar backend."""
+    inner = engine.llm_engine
+    monkeypatch.setattr(inner.vllm_config.structured_outputs_config, "backend", backend)
+    manager = manager_of(engine)
+    for name in ("backend", "_grammar_bitmask"):
+        monkeypatch.setattr(manager, name, None)
+
+
+def manager_of(engine: Any) -> Any:
+    return scheduler_of(engine).structured_output_manager
+
+
+def scheduler_of(engine: Any) -> Any:
+    return engine.llm_engine.engine_core.engine_core.scheduler
+
+
+def test_each_row_is_masked_as_its_own_path_demands(
+    plain: Any, medusa: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against a matcher of the test's own that reads the request's output and the path."""
+    requests = harness.prompts(4, lengths=[4, 20], vocab_size=VOCAB_SIZE, seed=6)
+    kinds = ["json", "regex", "choice", "grammar"]
+    params = [bound(kind) for kind in kinds]
+    expected = harness.answers(plain, requests, params)
+    plant(medusa, requests, expected, harness.HIT_RATES["mixed"])
+    scheduler, runner = scheduler_of(medusa), harness.runner_of(medusa)
+    original = scheduler.get_grammar_bitmask
+    checked = {"allowed": 0, "refused": 0}
+
+    def get_grammar_bitmask(scheduler_output: Any) -> Any:
+        output = original(scheduler_output)
+        if output is None:
+            return None
+        scheduled = scheduler_output.scheduled_spec_decode_tokens
+        first_row = 0
+        for request_id in output.structured_output_request_ids:
+            request = scheduler.requests[request_id]
+            tokens = scheduled.get(request_id, [])
+            tree = runner._proposed[request_id].granted(tokens) if tokens else None
+            for row in range(1 + len(tokens)):
+                path = tree.tokens_of(tree.path(row)) if tree is not None else []
+                mask = mask_after(request, [*request.output_token_ids, *path])
+                if mask is not None:
+                    assert output.grammar_bitmask[first_row + row].tolist() == mask
+                checked["refused" if mask is None else "allowed"] += row > 0
+            first_row += 1 + len(tokens)
+        assert first_row == len(output.grammar_bitmask)
+        return output
+
+    monkeypatch.setattr(scheduler, "get_grammar_bitmask", get_grammar_bitmask)
+    assert harness.answers(medusa, requests, params) == expected
+    assert min(checked.values()) > 10, checked
+
+
+def mask_after(request: Any, tokens: Sequence[int]) -> list[int] | None:
+    """What the request's grammar allows after `tokens`; None if it refuses one of them."""
+    grammar = request.structured_output_request.grammar
+    matcher = xgrammar.GrammarMatcher(grammar.ctx, override_stop_tokens=[EOS_TOKEN_ID])
+    for token in tokens:
+        if matcher.is_terminated() or not matcher.accept_token(token):
+            return None
+    if matcher.is_terminated():
+        return [-1] * -(-VOCAB_SIZE // 32)
+    bitmask = xgrammar.allocate_token_bitmask(1, VOCAB_SIZE)
+    matcher.fill_next_token_bitmask(bitmask)
+    mask: list[int] = bitmask[0].tolist()
+    return mask
+
+
+def test_a_grammar_ends_inside_an_accepted_path(
+    plain: Any, medusa: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end token is accepted as a node; what follows it in the tree never shows."""
+    requests = harness.prompts(6, lengths=[4, 20], vocab_size=VOCAB_SIZE, seed=1)
+    params = bound("choice")
+    expected = harness.answers(plain, requests, params)
+    plant(medusa, requests, expected, harness.HIT_RATES["oracle"])
+    ends: list[int] = []
+    counter = harness.runner_of(medusa).accepted_tokens
+
+    def count(step_requests: Sequence[Any], paths: Sequence[Any]) -> None:
+        ends.extend(path.tokens.index(EOS_TOKEN_ID) for path in paths if EOS_TOKEN_ID in path.tokens)
+        ends.extend(
+            len(path.rows) - path.tokens.index(EOS_TOKEN_ID)
+            for path in paths
+            if EOS_TOKEN_ID in path.tokens[:-1]
+        )
+
+    monkeypatch.setattr(counter, "count", count)
+    assert harness.answers(medusa, requests, params) == expected
+    assert_conforms(["choice"] * 6, expected)
+    assert ends
