@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,15 @@ CONSTRAINTS: dict[str, dict[str, Any]] = {
     "structural_tag": {"structural_tag": json.dumps(TAG)},
     "endless": {"regex": r"([a-f]{3}-[0-9]{2} )*"},
 }
+CHARACTERS = {
+    "json": '{}":,abxyes0123456789',
+    "json_object": '{}[]":,abxyes0123',
+    "regex": "abcdef-0123456789",
+    "choice": "rbtaeodgn",
+    "grammar": "get abcd,;",
+    "structural_tag": "<f>abcde/",
+    "endless": "abcdef-01234 ",
+}
 CONFORMS: dict[str, Callable[[str], Any]] = {
     "json": lambda text: json.loads(text)["b"] in ("x", "yes"),
     "json_object": lambda text: isinstance(json.loads(text), dict),
@@ -80,6 +89,11 @@ def medusa(make_engine: Any, random_heads: Path) -> Any:
     )
 
 
+def prompts(count: int, seed: int, lengths: Sequence[int] = (4, 20)) -> list[list[int]]:
+    """Of printable characters: an odd byte at the end would show in the text of the answer."""
+    return harness.prompts(count, lengths=lengths, vocab_size=94, seed=seed)
+
+
 def bound(kind: str, **params: Any) -> SamplingParams:
     return SamplingParams(
         structured_outputs=StructuredOutputsParams(**CONSTRAINTS[kind]),
@@ -92,11 +106,12 @@ def plant(
     requests: Sequence[list[int]],
     expected: Sequence[Sequence[harness.Answer]],
     hit_rate: float,
+    kinds: Iterable[str],
 ) -> PlantedDrafter:
-    """Wrong tokens come from the right texts too: a grammar may allow them."""
+    """Wrong tokens are of characters that the grammars allow somewhere, or the end token."""
     drafter = harness.plant(medusa, [harness.BUSHY, harness.DEEP], VOCAB_SIZE, hit_rate)
-    seen = {token for answers in expected for answer in answers for token in answer.token_ids}
-    drafter.alphabet = sorted(seen)
+    characters = "".join(sorted({c for kind in kinds for c in CHARACTERS[kind]}))
+    drafter.alphabet = [*medusa.get_tokenizer().encode(characters), EOS_TOKEN_ID]
     for request, answers in zip(requests, expected, strict=True):
         drafter.learn(request, answers[0].token_ids)
     return drafter
@@ -108,10 +123,10 @@ def plant(
 def test_constrained_output_equals_plain(
     plain: Any, medusa: Any, kind: str, temperature: float, draft: str
 ) -> None:
-    requests = harness.prompts(3, lengths=[4, 20], vocab_size=VOCAB_SIZE, seed=1)
+    requests = prompts(3, seed=1)
     params = bound(kind, temperature=temperature, seed=5)
     expected = harness.answers(plain, requests, params)
-    drafter = plant(medusa, requests, expected, harness.HIT_RATES[draft])
+    drafter = plant(medusa, requests, expected, harness.HIT_RATES[draft], [kind])
     assert harness.answers(medusa, requests, params) == expected
     assert drafter.branching_steps > 0
     assert (sum(drafter.accepted) > 0) == (draft != "adversarial")
@@ -139,10 +154,10 @@ def test_other_backends(
 ) -> None:
     for engine in (plain, medusa):
         use_backend(engine, backend, monkeypatch)
-    requests = harness.prompts(3, lengths=[4, 20], vocab_size=VOCAB_SIZE, seed=1)
+    requests = prompts(3, seed=1)
     params = bound(kind, temperature=0.9, seed=5)
     expected = harness.answers(plain, requests, params)
-    drafter = plant(medusa, requests, expected, harness.HIT_RATES[draft])
+    drafter = plant(medusa, requests, expected, harness.HIT_RATES[draft], [kind])
     assert harness.answers(medusa, requests, params) == expected
     assert drafter.branching_steps > 0
     assert (sum(drafter.accepted) > 0) == (draft != "adversarial")
@@ -170,11 +185,11 @@ def test_each_row_is_masked_as_its_own_path_demands(
     plain: Any, medusa: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against a matcher of the test's own that reads the request's output and the path."""
-    requests = harness.prompts(4, lengths=[4, 20], vocab_size=VOCAB_SIZE, seed=6)
+    requests = prompts(4, seed=6)
     kinds = ["json", "regex", "choice", "grammar"]
     params = [bound(kind) for kind in kinds]
     expected = harness.answers(plain, requests, params)
-    plant(medusa, requests, expected, harness.HIT_RATES["mixed"])
+    plant(medusa, requests, expected, harness.HIT_RATES["mixed"], kinds)
     scheduler, runner = scheduler_of(medusa), harness.runner_of(medusa)
     original = scheduler.get_grammar_bitmask
     checked = {"allowed": 0, "refused": 0}
@@ -223,22 +238,20 @@ def test_a_grammar_ends_inside_an_accepted_path(
     plain: Any, medusa: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The end token is accepted as a node; what follows it in the tree never shows."""
-    requests = harness.prompts(6, lengths=[4, 20], vocab_size=VOCAB_SIZE, seed=1)
+    requests = prompts(6, seed=1)
     params = bound("choice")
     expected = harness.answers(plain, requests, params)
-    plant(medusa, requests, expected, harness.HIT_RATES["oracle"])
-    ends: list[int] = []
+    plant(medusa, requests, expected, harness.HIT_RATES["oracle"], ["choice"])
+    ends = []
     counter = harness.runner_of(medusa).accepted_tokens
 
     def count(step_requests: Sequence[Any], paths: Sequence[Any]) -> None:
-        ends.extend(path.tokens.index(EOS_TOKEN_ID) for path in paths if EOS_TOKEN_ID in path.tokens)
-        ends.extend(
-            len(path.rows) - path.tokens.index(EOS_TOKEN_ID)
-            for path in paths
-            if EOS_TOKEN_ID in path.tokens[:-1]
-        )
+        for path in paths:
+            if EOS_TOKEN_ID in path.tokens:
+                ends.append(path.tokens.index(EOS_TOKEN_ID) < len(path.rows))
 
     monkeypatch.setattr(counter, "count", count)
     assert harness.answers(medusa, requests, params) == expected
     assert_conforms(["choice"] * 6, expected)
-    assert ends
+    assert len(ends) == 6
+    assert any(ends), "no end token was a node"
