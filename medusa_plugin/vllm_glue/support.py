@@ -28,6 +28,7 @@ def require_supported_engine(vllm_config: Any) -> None:
         *_parallelism(vllm_config),
         *_model(vllm_config.model_config),
         *_cache(vllm_config),
+        *_grammars(vllm_config),
         *_budget(vllm_config),
     ]
     if found:
@@ -124,6 +125,15 @@ def _cache(vllm_config: Any) -> Iterator[str]:
         yield "KV connectors (kv_transfer_config), which would ship uncompacted KV"
     if vllm_config.lora_config is not None:
         yield "LoRA adapters"
+
+
+def _grammars(vllm_config: Any) -> Iterator[str]:
+    # vLLM itself would refuse each request that it is asked to constrain.
+    if vllm_config.structured_outputs_config.backend == "lm-format-enforcer":
+        yield (
+            "structured-output backend lm-format-enforcer, which takes no drafts (only xgrammar, "
+            "guidance and outlines)"
+        )
 
 
 def _budget(vllm_config: Any) -> Iterator[str]:

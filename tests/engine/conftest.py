@@ -27,6 +27,8 @@ VOCAB_SIZE = 288
 HIDDEN_SIZE = 64
 NUM_HEADS = 4
 EOS_TOKEN_ID = 256
+MARKS = {257: "<think>", 258: "</think>"}
+"""Tokens by which reasoning parsers know where reasoning starts and ends."""
 
 
 @pytest.fixture(scope="session")
@@ -55,7 +57,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {character: i for i, character in enumerate(alphabet)}
     for i in range(len(vocab), VOCAB_SIZE):
-        vocab[f"<extra_{i}>"] = i
+        vocab[MARKS.get(i, f"<extra_{i}>")] = i
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import xgrammar
 from vllm import SamplingParams
+from vllm.reasoning import ReasoningParserManager
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.engine import harness
-from tests.engine.conftest import EOS_TOKEN_ID, VOCAB_SIZE
+from tests.engine.conftest import EOS_TOKEN_ID, MARKS, VOCAB_SIZE
 from tests.engine.drafters import PlantedDrafter
 
 SCHEMA = {
@@ -55,6 +55,7 @@ CHARACTERS = {
     "endless": "abcdef-01234 ",
 }
 CONFORMS: dict[str, Callable[[str], Any]] = {
+    "free": lambda text: True,
     "json": lambda text: json.loads(text)["b"] in ("x", "yes"),
     "json_object": lambda text: isinstance(json.loads(text), dict),
     "regex": re.compile(REGEX).fullmatch,
@@ -80,7 +81,7 @@ def medusa(make_engine: Any, random_heads: Path) -> Any:
         structured_outputs_config=CONFIG,
         # So little room that many requests are chunked and preempted.
         max_num_batched_tokens=64,
-        num_gpu_blocks_override=24,
+        num_gpu_blocks_override=12,
         speculative_config={
             "method": "medusa",
             "model": str(random_heads),
@@ -204,12 +205,14 @@ def test_each_row_is_masked_as_its_own_path_demands(
             request = scheduler.requests[request_id]
             tokens = scheduled.get(request_id, [])
             tree = runner._proposed[request_id].granted(tokens) if tokens else None
+            mask: list[int] | None = []
             for row in range(1 + len(tokens)):
                 path = tree.tokens_of(tree.path(row)) if tree is not None else []
                 mask = mask_after(request, [*request.output_token_ids, *path])
                 if mask is not None:
                     assert output.grammar_bitmask[first_row + row].tolist() == mask
                 checked["refused" if mask is None else "allowed"] += row > 0
+            assert mask is not None, "a draft ends in a node that the grammar refuses"
             first_row += 1 + len(tokens)
         assert first_row == len(output.grammar_bitmask)
         return output
@@ -255,3 +258,88 @@ def test_a_grammar_ends_inside_an_accepted_path(
     assert_conforms(["choice"] * 6, expected)
     assert len(ends) == 6
     assert any(ends), "no end token was a node"
+
+
+@pytest.mark.parametrize("draft", harness.HIT_RATES)
+def test_constrained_requests_among_others(
+    plain: Any, medusa: Any, monkeypatch: pytest.MonkeyPatch, draft: str
+) -> None:
+    """Free requests, n > 1, limits of their own, prefill chunks, prefix hits, preemption."""
+    kinds = [None, *CONSTRAINTS] * 2
+    requests = prompts(len(kinds), seed=2, lengths=[30, 50, 90])
+    long = max(requests, key=len)
+    requests[-2:] = [long[:64], [*long[:70], 5]]
+    params = []
+    for i, kind in enumerate(kinds):
+        own = {"temperature": 0.9 * (i % 2), "seed": i, "max_tokens": 60, "n": 1 + (i in (3, 9))}
+        params.append(bound(kind, **own) if kind else SamplingParams(ignore_eos=True, **own))
+    expected = harness.answers(plain, requests, params)
+    options = [{"enabled": False}, {"max_nodes": 2}, {"max_nodes": 9}]
+    for i, option in enumerate(options, start=5):
+        params[i].extra_args = {"medusa": option}
+    drafter = plant(medusa, requests, expected, harness.HIT_RATES[draft], CONSTRAINTS)
+    preempted, trees = watch(medusa, monkeypatch)
+    assert harness.answers(medusa, requests, params) == expected
+    assert any(preempted), "no constrained request was preempted"
+    assert trees["free"] and trees["constrained"], "a kind of request had no trees"
+    assert sum(drafter.accepted) > 0 or draft == "adversarial"
+    assert_conforms([kind or "free" for kind in kinds], expected)
+
+
+def watch(medusa: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[list[bool], dict[str, int]]:
+    """Collect whom preemptions hit (a constrained request?), and branching trees by kind."""
+    preempted: list[bool] = []
+    trees = {"free": 0, "constrained": 0}
+    scheduler, counter = scheduler_of(medusa), harness.runner_of(medusa).accepted_tokens
+    original, original_count = scheduler._preempt_request, counter.count
+
+    def preempt(request: Any, *args: Any, **kwargs: Any) -> Any:
+        preempted.append(request.use_structured_output)
+        return original(request, *args, **kwargs)
+
+    def count(step_requests: Sequence[Any], paths: Any) -> None:
+        for request in step_requests:
+            bound = scheduler.requests[request.request_id].use_structured_output
+            trees["constrained" if bound else "free"] += not request.tree.is_chain
+        original_count(step_requests, paths)
+
+    monkeypatch.setattr(scheduler, "_preempt_request", preempt)
+    monkeypatch.setattr(counter, "count", count)
+    return preempted, trees
+
+
+@pytest.mark.parametrize("draft", harness.HIT_RATES)
+@pytest.mark.parametrize("kind", ["json", "regex", "choice"])
+def test_reasoning_is_free_and_the_answer_is_not(
+    plain: Any, medusa: Any, monkeypatch: pytest.MonkeyPatch, kind: str, draft: str
+) -> None:
+    """Reasoning ends somewhere inside the trees."""
+    parser = ReasoningParserManager.get_reasoning_parser("deepseek_r1")
+    for engine in (plain, medusa):
+        monkeypatch.setattr(manager_of(engine), "reasoner_cls", parser)
+    [end] = [token for token, mark in MARKS.items() if mark == "</think>"]
+    requests = prompts(6, seed=3)
+    requests[0].append(end)
+    params = [
+        bound(kind, temperature=0.9, seed=i, max_tokens=48, logit_bias={end: 4.0 + i})
+        for i in range(len(requests))
+    ]
+    expected = harness.answers(plain, requests, params)
+    drafter = plant(medusa, requests, expected, harness.HIT_RATES[draft], [kind])
+    drafter.alphabet = [*drafter.alphabet, end]
+    boundaries = []
+    counter = harness.runner_of(medusa).accepted_tokens
+
+    def count(step_requests: Sequence[Any], paths: Sequence[Any]) -> None:
+        for path in paths:
+            if end in path.tokens:
+                boundaries.append(path.tokens.index(end) < len(path.rows))
+
+    monkeypatch.setattr(counter, "count", count)
+    assert harness.answers(medusa, requests, params) == expected
+    assert drafter.branching_steps > 0
+    assert any(boundaries) or draft == "adversarial", "no end of reasoning was a node"
+    ended = [answer for [answer] in expected[1:] if answer.finish_reason == "stop"]
+    answered = [answer.text.partition("</think>")[2] for answer in ended]
+    assert len(ended) > 2
+    assert all(map(CONFORMS[kind], answered))

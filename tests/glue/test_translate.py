@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.config import StructuredOutputsConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -181,6 +182,10 @@ def test_another_class_than_ours_is_refused(part: str) -> None:
         ({"kv_cache_dtype": "float16"}, "kv_cache_dtype=float16.*bfloat16"),
         ({"enable_prompt_embeds": True}, "prompt embeddings"),
         ({"enable_lora": True}, "LoRA"),
+        (
+            {"structured_outputs_config": StructuredOutputsConfig(backend="lm-format-enforcer")},
+            "lm-format-enforcer",
+        ),
         ({"hf_overrides": {"layer_types": ["chunked_attention"]}}, "chunked_attention"),
         (
             {"hf_overrides": {"layer_types": ["full_attention", "sliding_attention"]}},

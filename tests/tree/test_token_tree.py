@@ -120,6 +120,20 @@ def test_a_chain_has_each_row_after_the_one_before(parents: tuple[int, ...], cha
     assert DraftTree.on(tree, range(len(parents) - 1)).is_chain is chain
 
 
+@given(trees(min_rows=2), st.data())
+def test_paths_and_leaves(tree: TokenTree, data: st.DataObject) -> None:
+    draft = DraftTree.on(tree, range(100, 100 + tree.num_nodes))
+    for row in range(1, tree.num_rows):
+        path = draft.path(row)
+        assert [0, *path[:-1]] == [tree.parents[r] for r in path]
+        assert path[-1] == row
+        assert draft.tokens_of(path) == [99 + r for r in path]
+    assert draft.path(0) == draft.tokens_of([]) == []
+    rows = data.draw(st.sets(st.integers(1, tree.num_nodes)))
+    expected = [row for row in sorted(rows) if not rows & set(tree.children(row))]
+    assert draft.leaves(rows) == expected
+
+
 def test_a_token_is_found_under_its_own_parent_only() -> None:
     tree = TokenTree.from_choices([[0], [1], [0, 0], [1, 0]])
     draft = DraftTree.on(tree, (4, 5, 9, 9))

@@ -1,0 +1,52 @@
+"""What the scheduler subclass does without an engine; with one: tests/engine/test_structured.py."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+
+from medusa_plugin.tree.draft_tree import DraftTree
+from medusa_plugin.tree.token_tree import TokenTree
+from medusa_plugin.vllm_glue.scheduler import ConstrainedTree, DraftTrees, _first_rows
+
+TREE = DraftTree.on(TokenTree.from_choices([[0], [1], [0, 0], [0, 1], [1, 0]]), [5, 6, 7, 8, 9])
+
+
+def test_the_message_survives_the_way_between_processes() -> None:
+    sent = DraftTrees(["a", "b"], [[5, 6, 7, 8, 9], [1]], [TREE, None])
+    got = pickle.loads(pickle.dumps(sent))
+    assert (got.req_ids, got.draft_token_ids) == (sent.req_ids, sent.draft_token_ids)
+    assert got.trees[1] is None
+    for name in ("tokens", "parents", "depths", "masks"):
+        assert (getattr(got.trees[0], name) == getattr(TREE, name)).all()
+
+
+def test_a_grant_keeps_what_is_allowed_of_it() -> None:
+    drafted = ConstrainedTree(TREE, frozenset({1, 3, 2, 5}))
+    assert list(drafted.paths()) == [[1, 3], [2, 5]]
+    granted = drafted.granted([5, 6, 7])
+    assert granted is not None
+    assert list(granted.paths()) == [[2], [1, 3]]
+    assert drafted.granted([5, 6, 8]) is None
+    assert drafted.granted([-1] * 5) is None
+    nothing = drafted.granted([])
+    assert nothing is not None
+    assert not list(nothing.paths())
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "total", "first_rows"),
+    [
+        ([1, 4, 2], 7, [0, 1, 5]),  # vLLM 0.32: used rows only
+        ([1, 4, 2], 15, [0, 5, 10]),  # 0.33: 1 + 4 drafts each
+        ([5, 5, 5], 15, [0, 5, 10]),  # either
+        ([3], 3, [0]),
+        ([3], 5, [0]),
+    ],
+)
+def test_where_the_rows_of_a_request_start(
+    num_rows: list[int], total: int, first_rows: list[int]
+) -> None:
+    assert _first_rows(np.zeros((total, 9), np.int32), num_rows) == first_rows
