@@ -33,7 +33,7 @@ class TargetSampler(Protocol):
         """
         ...
 
-    def sample(self, rows: Mapping[int, int]) -> Mapping[int, int]:
+    def sample(self, rows: Mapping[int, int]) -> Mapping[int, int | None]:
         """Draw one token for each request of `rows`.
 
         Args:
@@ -42,7 +42,8 @@ class TargetSampler(Protocol):
                 already followed and drawn for it in this step.
 
         Returns:
-            request index -> token id, for exactly the requests of `rows`.
+            request index -> token id, for exactly the requests of `rows`; None where the target's
+            output at the row is not finite, so that there is nothing to draw from.
         """
         ...
 
@@ -54,12 +55,18 @@ class AcceptedPath:
     rows: tuple[int, ...]
     """Accepted tree rows in path order, root excluded."""
     tokens: tuple[int, ...]
-    """The accepted rows' tokens and then the bonus token: `len(rows) + 1` tokens."""
+    """The accepted rows' tokens and then the bonus token: `len(rows) + 1` tokens, without the
+    bonus token where the path `failed`."""
 
     @property
     def last_row(self) -> int:
         """The row whose hidden state predicts what follows: the last accepted one."""
         return self.rows[-1] if self.rows else 0
+
+    @property
+    def failed(self) -> bool:
+        """Whether the target's output at the last row was not finite: the request cannot go on."""
+        return len(self.tokens) == len(self.rows)
 
 
 def walk(
@@ -91,6 +98,8 @@ def walk(
         reached: dict[int, int] = {}
         for request, row in frontier.items():
             token = drawn[request]
+            if token is None:
+                continue
             tokens[request].append(token)
             if request in chosen:
                 continue

@@ -202,10 +202,11 @@ class TreeDrafter:
         roots = torch.tensor([path.tokens[-1] for path in paths], dtype=torch.int64)
         candidates = self.heads.propose(hidden_states, roots.to(hidden_states.device), self._top_k)
         tokens = candidates.token_ids.cpu().numpy()
+        log_probs = candidates.log_probs.cpu().numpy()
+        # Heads that overflow propose nothing: what is learnt from one request counts for all.
+        log_probs = np.where(np.isfinite(log_probs), log_probs, -np.inf)
         log_probs = self.estimate.estimate(
-            [request.request_id for request in requests],
-            tokens,
-            candidates.log_probs.cpu().numpy(),
+            [request.request_id for request in requests], tokens, log_probs
         )
         if self._static is None:
             return rank_nodes(tokens, log_probs, self.num_nodes, branches)

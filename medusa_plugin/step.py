@@ -36,13 +36,16 @@ class AcceptedTokens:
 
 @dataclass(frozen=True)
 class StepResult:
-    """`paths` and `drafts` follow the order of the requests; None where nothing is drafted.
+    """What a step did, its requests in the order of the batch.
 
     Pickled as plain integers, which takes a fraction of the time that the trees' arrays would.
     """
 
     paths: list[AcceptedPath]
     drafts: list[DraftTree | None]
+    """None where nothing is drafted: prefill chunks, and paths that failed."""
+    damaged: Mapping[int, Sequence[int]]
+    """Tree rows that are not finite, by request."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         paths = [(path.rows, path.tokens) for path in self.paths]
@@ -50,12 +53,13 @@ class StepResult:
             None if tree is None else (tree.tokens.tolist(), tree.parents.tolist())
             for tree in self.drafts
         ]
-        return _unpickled, (paths, nodes)
+        return _unpickled, (paths, nodes, self.damaged)
 
 
 def _unpickled(
     paths: list[tuple[tuple[int, ...], tuple[int, ...]]],
     nodes: list[tuple[list[int], list[int]] | None],
+    damaged: Mapping[int, Sequence[int]],
 ) -> StepResult:
     sizes = np.array([len(drafted[0]) if drafted else 0 for drafted in nodes], dtype=np.int64)
     shape = len(nodes), int(sizes.max(initial=0))
@@ -67,6 +71,7 @@ def _unpickled(
     return StepResult(
         [AcceptedPath(rows, path_tokens) for rows, path_tokens in paths],
         [None if nodes[i] is None else tree for i, tree in enumerate(trees)],
+        damaged,
     )
 
 
@@ -95,9 +100,13 @@ def decode_step(
     """
     chosen = _typical_choice(requests, logits, typical_rule)
     paths = walk([request.tree for request in requests], sampler, chosen)
-    compact(caches, paths, [request.root_position for request in requests], block_table)
+    damaged = _damaged_rows(requests, hidden_states)
+    roots = [request.root_position for request in requests]
+    compact(caches, paths, roots, block_table, damaged)
 
-    drafting = [i for i, request in enumerate(requests) if request.drafts_next]
+    drafting = [
+        i for i, request in enumerate(requests) if request.drafts_next and not paths[i].failed
+    ]
     drafts: list[DraftTree | None] = [None] * len(requests)
     if drafting:
         rows = [requests[i].first_row + paths[i].last_row for i in drafting]
@@ -106,7 +115,7 @@ def decode_step(
         )
         for i, tree in zip(drafting, proposed, strict=True):
             drafts[i] = tree
-    return StepResult(paths, drafts)
+    return StepResult(paths, drafts, damaged)
 
 
 def follow_step(
@@ -123,7 +132,23 @@ def follow_step(
         caches: this rank's share of the KV caches; accepted rows are moved in place.
         block_table: `[num_reqs, max_blocks]` physical blocks of each request.
     """
-    compact(caches, result.paths, root_positions, block_table)
+    compact(caches, result.paths, root_positions, block_table, result.damaged)
+
+
+def _damaged_rows(
+    requests: Sequence[StepRequest], hidden_states: torch.Tensor
+) -> Mapping[int, Sequence[int]]:
+    """Tree rows whose hidden state is not finite, by request.
+
+    A row sees itself, so where its keys or values are not finite, its hidden state is not either.
+    """
+    damaged = (~hidden_states.isfinite().all(dim=-1)).cpu().numpy()
+    if not damaged.any():
+        return {}
+    return {
+        i: np.flatnonzero(damaged[request.first_row :][: request.tree.num_rows]).tolist()
+        for i, request in enumerate(requests)
+    }
 
 
 def _typical_choice(

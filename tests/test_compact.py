@@ -33,7 +33,7 @@ PATHS = [rows for n in range(5) for rows in itertools.combinations(range(1, 7), 
 @pytest.mark.parametrize("rows", PATHS, ids=str)
 def test_every_path_of_six_nodes(rows: tuple[int, ...], root: int) -> None:
     """Each slot holds its own number; moved one after the other, the path lies in a row."""
-    source, destination = compaction_moves([path(rows)], [root], BLOCKS[:1], BLOCK_SIZE)
+    source, destination = compaction_moves([path(rows)], [root], BLOCKS[:1], BLOCK_SIZE, {})
     assert source.dtype == destination.dtype == torch.int64
     cache = {slot(0, position): position for position in range(16)}
     before = dict(cache)
@@ -50,14 +50,14 @@ def test_every_path_of_six_nodes(rows: tuple[int, ...], root: int) -> None:
 
 def test_each_request_moves_in_its_own_blocks() -> None:
     paths = [path((2, 3)), path(()), path((1, 4))]
-    source, destination = compaction_moves(paths, [3, 5, 7], BLOCKS, BLOCK_SIZE)
+    source, destination = compaction_moves(paths, [3, 5, 7], BLOCKS, BLOCK_SIZE, {})
     assert source.tolist() == [slot(0, 5), slot(0, 6), slot(2, 11)]
     assert destination.tolist() == [slot(0, 4), slot(0, 5), slot(2, 9)]
 
 
 def test_a_root_and_a_table_are_needed_for_each_path() -> None:
     with pytest.raises(ValueError):
-        compaction_moves([path((2,)), path((2,))], [3], BLOCKS, BLOCK_SIZE)
+        compaction_moves([path((2,)), path((2,))], [3], BLOCKS, BLOCK_SIZE, {})
 
 
 @pytest.mark.parametrize("rows", [(), (1, 2, 3), (2, 5), (4,)], ids=str)
@@ -69,7 +69,7 @@ def test_caches_are_moved_in_place(rows: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(0)
     caches = [torch.randn(cache_shape(3, 2, block_size, 16), generator=generator) for _ in range(2)]
     before = [read_rows(cache, "vec", slots) for cache in caches]
-    compact(KVCacheGroup(caches, "vec"), [path(rows)], [root], blocks)
+    compact(KVCacheGroup(caches, "vec"), [path(rows)], [root], blocks, {})
     origin = list(range(64))
     for depth, row in enumerate(rows, start=1):
         origin[root + depth] = root + row

@@ -32,9 +32,10 @@ def test_a_result_survives_pickling(seed: int) -> None:
     sizes = rng.choice([0, 1, 2, 7, 15, MAX_ROWS - 1, -1], int(rng.integers(1, 6))).tolist()
     drafts = [None if n < 0 else random_tree(rng, n) for n in sizes]
     paths = [AcceptedPath((1, 3), (5, 7, 9)), AcceptedPath((), (2,))] * len(drafts)
-    result = StepResult(paths[: len(drafts)], drafts)
+    result = StepResult(paths[: len(drafts)], drafts, {0: [2, 5]})
     found = pickle.loads(pickle.dumps(result))
     assert found.paths == result.paths
+    assert found.damaged == result.damaged
     assert all(same(a, b) for a, b in zip(found.drafts, drafts, strict=True))
     # Where nothing is drafted is not where just the root is.
     assert [draft is None for draft in found.drafts] == [n < 0 for n in sizes]

@@ -208,8 +208,8 @@ WORKER_HOOKS = (
     ),
 )
 
-# Overridden or called by `scheduler`, to give each row of a tree its grammar mask; remove when
-# vLLM's scheduler knows trees.
+# Overridden or called by `scheduler`. Masks: remove when vLLM's scheduler knows trees; failures:
+# when vLLM ends requests whose logits are not finite.
 SCHEDULER_HOOKS = (
     Hook(
         _SCHEDULER,
@@ -234,6 +234,30 @@ SCHEDULER_HOOKS = (
         "StructuredOutputManager.grammar_bitmask",
         ("self", "requests", "structured_output_request_ids", "scheduled_spec_decode_tokens"),
         "mask the rows of one path",
+    ),
+    Hook(
+        _SCHEDULER,
+        "Scheduler.update_from_output",
+        ("self", "scheduler_output", "model_runner_output"),
+        "end a request whose logits are not finite with an error",
+    ),
+    Hook(
+        _SCHEDULER,
+        "Scheduler.finish_requests",
+        ("self", "request_ids", "finished_status"),
+        "the same",
+    ),
+    Hook(
+        "vllm.v1.core.kv_cache_manager",
+        "KVCacheManager.get_block_ids",
+        ("self", "request_id"),
+        "forget such a request's blocks in the prefix cache",
+    ),
+    Hook(
+        "vllm.v1.core.kv_cache_manager",
+        "KVCacheManager.evict_blocks",
+        ("self", "block_ids"),
+        "the same",
     ),
 )
 

@@ -10,6 +10,7 @@
 | `discard_request_mask` | prefill chunks: no draw, no draft |
 | `SamplerOutput.sampled_token_ids` | accepted path and bonus token, padded with -1 |
 | `_draft_token_ids` | tokens of the next trees' nodes, in row order; see `scheduler.py` |
+| `num_nans_in_logits[id]` = 1 | the walk of this request failed: `scheduler` ends it |
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class MedusaModelRunner(GPUModelRunner):
         self._proposed: dict[str, DraftTree] = {}
         self._granted: GrantedTrees | None = None
         self._sample_hidden_states: torch.Tensor | None = None
-        self._result = StepResult([], [])
+        self._result = StepResult([], [], {})
         self._step_started = 0.0
         self.kv_cache_group: KVCacheGroup | None = None
 
@@ -226,7 +227,7 @@ class MedusaModelRunner(GPUModelRunner):
         finally:
             self._sample_hidden_states = None
             self._granted = None
-            self._result = StepResult([], [])
+            self._result = StepResult([], [], {})
 
     def _observe_step(self) -> None:
         """Tell the drafter what the step took, if all it did was to decode."""
@@ -328,9 +329,17 @@ class MedusaModelRunner(GPUModelRunner):
             i: generator for i, generator in generators.items() if i not in discarded
         }
         try:
-            return super()._bookkeeping_sync(*args, **kwargs)
+            _, *kept = super()._bookkeeping_sync(*args, **kwargs)
         finally:
             self.input_batch.generators = generators
+        # In place of vLLM's own counts of NaN, which take the rows of logits for requests.
+        paths = zip(self.input_batch.req_ids, self._result.paths, strict=True)
+        failed = {request_id: 1 for request_id, path in paths if path.failed}
+        prompt_logprobs = kept[3]
+        for request_id in failed:
+            # The scheduler takes these only together with a token.
+            prompt_logprobs.pop(request_id, None)
+        return (failed, *kept)
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
         # Heads have no positions. A False would replace all drafts by zeros that fit no tree.

@@ -19,6 +19,8 @@ from vllm.v1.sample.sampler import Sampler
 from medusa_plugin.accept import AcceptedPath
 
 PLACEHOLDER_TOKEN_ID = -1
+NOT_FINITE = -2
+"""In place of a token drawn from logits that hold NaN or infinity."""
 
 
 class TreeRowSampler:
@@ -69,7 +71,7 @@ class TreeRowSampler:
         for request, path in tokens.items():
             self._append(request, path)
 
-    def sample(self, rows: Mapping[int, int]) -> dict[int, int]:
+    def sample(self, rows: Mapping[int, int]) -> dict[int, int | None]:
         """See `TargetSampler.sample`."""
         requests = list(rows)
         self._current[requests] = self._first_rows[requests] + list(rows.values())
@@ -78,15 +80,24 @@ class TreeRowSampler:
             logits = self._logits
             if len(requests) < len(logits):  # else there are only roots, and all are asked for
                 logits = logits[torch.from_numpy(self._current[requests])]
-            drawn: list[int] = Sampler.greedy_sample(logits.to(torch.float32)).tolist()
+            best = Sampler.greedy_sample(logits.to(torch.float32))
+            # To argmax NaN is the largest number, so the winner tells whether there is one.
+            finite = logits.gather(-1, best.unsqueeze(-1)).squeeze(-1).isfinite()
+            drawn: list[int] = best.where(finite, NOT_FINITE).tolist()
         else:
             tokens = self._sample_batch(rows)
             drawn = [tokens[request] for request in requests]
+        result: dict[int, int | None] = {}
         for request, token in zip(requests, drawn, strict=True):
             # A discarded token never becomes output: what watches the output must not see it.
-            if request not in self._discarded:
+            if request in self._discarded:
+                result[request] = token
+            elif token == NOT_FINITE:
+                result[request] = None
+            else:
+                result[request] = token
                 self._append(request, (token,))
-        return dict(zip(requests, drawn, strict=True))
+        return result
 
     def _append(self, request: int, tokens: Sequence[int]) -> None:
         self._outputs[request].extend(tokens)
@@ -103,14 +114,16 @@ class TreeRowSampler:
             for request, generator in self._metadata.generators.items()
             if request in rows and request not in self._discarded
         }
+        # Indexing copies, which matters: the sampler works in place.
+        logits = self._logits[torch.from_numpy(self._current)]
+        finite = logits.amax(-1).isfinite()  # some models rule tokens out by -inf
         result = self._sampler(
-            # Indexing copies, which matters: the sampler works in place.
-            logits=self._logits[torch.from_numpy(self._current)],
-            sampling_metadata=replace(self._metadata, generators=generators),
+            logits=logits, sampling_metadata=replace(self._metadata, generators=generators)
         )
         if result.logprobs_tensors is not None:
             self._logprobs.append(result.logprobs_tensors)
-        tokens: list[int] = result.sampled_token_ids.squeeze(-1).tolist()
+        drawn = result.sampled_token_ids.squeeze(-1)
+        tokens: list[int] = drawn.where(finite, NOT_FINITE).tolist()
         return tokens
 
     def finish(self) -> None:
@@ -135,6 +148,8 @@ class TreeRowSampler:
 def tokens_of(paths: Sequence[AcceptedPath]) -> SamplerOutput:
     """The tokens of all paths, int32 `[num_reqs, longest]` padded with -1; no logprobs."""
     longest = max(len(path.tokens) for path in paths)
+    if any(path.failed for path in paths):
+        longest = max(longest, 2)  # vLLM looks for padding only where there are two columns
     padded = [
         (*path.tokens, *[PLACEHOLDER_TOKEN_ID] * (longest - len(path.tokens))) for path in paths
     ]

@@ -1,30 +1,43 @@
-"""vLLM's scheduler, told which drafts of structured-output requests are trees.
+"""vLLM's scheduler, which masks trees for grammars and ends requests that fail.
 
-vLLM checks drafts against a grammar, and computes a mask for each of them, as if they followed each
+**Grammars.** vLLM checks drafts against a grammar, and computes a mask for each of them, as if they followed each
 other. Here each path of a tree goes through vLLM's own functions as the chain that it is, so all
 that they decide along a chain (backends, rollback, termination, where reasoning ends) holds along
 every path. The grammar itself is advanced by vLLM alone, by accepted tokens.
+
+**Failures.** Plain vLLM samples from NaN as from numbers, and answers with nonsense. Its attention
+for CPUs then carries NaN into whatever requests get the same blocks later. Here such a request ends
+with an error, alone.
 
 | vLLM field | our meaning |
 |---|---|
 | `DraftTokenIds` | `DraftTrees`: with the trees whose masks depend on it |
 | `Request.spec_token_ids` | the tree's nodes up to the last one that the grammar allows |
 | `GrammarOutput.grammar_bitmask` | one row per tree row, root first; rows of nodes that the grammar refuses allow everything, since no walk gets there |
+| `ModelRunnerOutput.num_nans_in_logits[id]` above 0 | the walk of this request failed |
+| `RequestStatus.FINISHED_ERROR` | finish reason "error"; status 500 of the server |
+| `SchedulerOutput.new_block_ids_to_zero` | blocks that a failed request has left |
 """  # noqa: E501
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.request import RequestStatus
 
 from medusa_plugin.tree.draft_tree import DraftTree
 from medusa_plugin.vllm_glue import host
+
+logger = logging.getLogger("vllm.medusa")
 
 PLACEHOLDER_TOKEN_ID = -1
 
@@ -59,7 +72,7 @@ class ConstrainedTree:
 
 
 class MedusaScheduler(Scheduler):
-    """vLLM's scheduler with a grammar mask per tree row.
+    """vLLM's scheduler with a grammar mask per tree row, and an end for requests that fail.
 
     Raises:
         UnsupportedHostError: vLLM has changed something that this class overrides or calls.
@@ -69,6 +82,7 @@ class MedusaScheduler(Scheduler):
         host.check_hooks(host.SCHEDULER_HOOKS)
         super().__init__(*args, **kwargs)
         self._drafted: dict[str, ConstrainedTree] = {}
+        self._blocks_to_zero: set[int] = set()
 
     def update_draft_token_ids(self, draft_token_ids: DraftTrees) -> None:
         """Take the drafts for the next step, without what the grammars refuse."""
@@ -144,6 +158,52 @@ class MedusaScheduler(Scheduler):
                 # vLLM fills the same memory at every call.
                 masks[row] = mask.copy()
         return masks
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """Schedule as vLLM does, and have the blocks of failed requests cleaned before."""
+        output = super().schedule(*args, **kwargs)
+        if self._blocks_to_zero and output.total_num_scheduled_tokens:
+            zeroed = self._blocks_to_zero.union(output.new_block_ids_to_zero or ())
+            output.new_block_ids_to_zero = sorted(zeroed)
+            self._blocks_to_zero = set()
+        return output
+
+    def update_from_output(
+        self, scheduler_output: Any, model_runner_output: Any
+    ) -> dict[int, EngineCoreOutputs]:
+        """Do as vLLM does, then end the requests that failed in this step.
+
+        What they gained before counts: a request that stopped by it has ended well.
+        """
+        counts = model_runner_output.num_nans_in_logits or {}
+        failed = [name for name, count in counts.items() if count and name in self.requests]
+        manager = self.kv_cache_manager
+        blocks = {block for name in failed for ids in manager.get_block_ids(name) for block in ids}
+        # Else the next request with this prefix would fail by the same rows.
+        manager.evict_blocks(blocks)
+        outputs: dict[int, EngineCoreOutputs] = super().update_from_output(
+            scheduler_output, model_runner_output
+        )
+        for request in self.finish_requests(failed, RequestStatus.FINISHED_ERROR):
+            logger.error(
+                "request %s ends with an error: the model's logits are NaN or infinite for its "
+                "text. The weights may be damaged, or their numbers too large for this dtype",
+                request.request_id,
+            )
+            outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(
+                EngineCoreOutput(
+                    request_id=request.request_id,
+                    new_token_ids=[],
+                    finish_reason=request.get_finished_reason(),
+                    events=request.take_events(),
+                    trace_headers=request.trace_headers,
+                    num_nans_in_logits=counts[request.request_id],
+                )
+            )
+        # A block that others still read is theirs: they fail by it themselves if it is damaged.
+        pool = manager.block_pool
+        self._blocks_to_zero.update(block for block in blocks if not pool.blocks[block].ref_cnt)
+        return outputs
 
 
 def _first_rows(bitmask: npt.NDArray[np.int32], num_rows: list[int]) -> list[int]:

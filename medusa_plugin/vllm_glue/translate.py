@@ -7,7 +7,7 @@
 | `speculative_config["num_speculative_tokens"]` | nodes of the tree without its root |
 | `additional_config["medusa"]` | the other fields of `MedusaConfig` |
 | `worker_cls` | our worker, which brings our model runner |
-| `scheduler_cls` | our scheduler, which computes grammar masks for trees |
+| `scheduler_cls` | our scheduler: grammar masks for trees, an end for requests that fail |
 | result: `method="custom_class"`, `model=PROPOSER` | the public hook of both 0.32 and 0.33 |
 """
 

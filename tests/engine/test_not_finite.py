@@ -1,0 +1,180 @@
+"""NaN and infinity in one request: it ends with an error, and nobody else notices.
+
+Plain vLLM samples from NaN as from any number and answers with whatever token comes out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+
+from tests.engine import harness
+from tests.engine.conftest import VOCAB_SIZE
+
+REQUESTS = harness.prompts(4, lengths=[9, 40, 70], vocab_size=VOCAB_SIZE, seed=5)
+VICTIM = 1
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, seed=7, max_tokens=24, ignore_eos=True)
+PARAMS = {"greedy": GREEDY, "sampled": SAMPLED}
+
+
+@pytest.fixture(scope="module")
+def plain(make_engine: Any) -> Any:
+    return make_engine()
+
+
+@pytest.fixture(scope="module")
+def medusa(make_engine: Any, random_heads: Path) -> Any:
+    return make_engine(
+        # Few blocks, so that those of a failed request are soon another's.
+        num_gpu_blocks_override=20,
+        enable_prefix_caching=True,
+        speculative_config={
+            "method": "medusa",
+            "model": str(random_heads),
+            "num_speculative_tokens": harness.MAX_NODES,
+        },
+        additional_config={"medusa": {"sizes": "fixed"}},
+    )
+
+
+def free_blocks(engine: Any) -> int:
+    scheduler = engine.llm_engine.engine_core.engine_core.scheduler
+    free: int = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    return free
+
+
+@contextmanager
+def poisoned_from(engine: Any, prompt: list[int], position: int, value: float) -> Iterator[None]:
+    """The final hidden states of the request with `prompt` are `value` from `position` on."""
+    runner = harness.runner_of(engine)
+
+    def poison(module: Any, arguments: Any, outputs: tuple[torch.Tensor, Any]) -> None:
+        hidden = outputs[0]
+        starts = runner.query_start_loc.np
+        for i, request_id in enumerate(runner.input_batch.req_ids):
+            if runner.requests[request_id].prompt_token_ids == prompt:
+                rows = slice(int(starts[i]), int(starts[i + 1]))
+                hidden[rows][runner.positions[rows] >= position] = value
+
+    handle = runner.model.model.norm.register_forward_hook(poison)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def poisoned_token(engine: Any, token: int) -> Iterator[None]:
+    """Whoever reads `token` has NaN in all layers and in its KV cache."""
+    weight = harness.runner_of(engine).model.model.embed_tokens.weight.data
+    kept = weight[token].clone()
+    weight[token] = math.nan
+    try:
+        yield
+    finally:
+        weight[token] = kept
+
+
+@pytest.mark.parametrize("kind", PARAMS)
+@pytest.mark.parametrize("draft", harness.HIT_RATES)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_it_ends_where_the_numbers_end(
+    plain: Any, medusa: Any, draft: str, value: float, kind: str, warnings: list[str]
+) -> None:
+    params = PARAMS[kind]
+    expected = harness.answers(plain, REQUESTS, params)
+    drafter = harness.plant(
+        medusa, [harness.BUSHY, harness.DEEP], VOCAB_SIZE, harness.HIT_RATES[draft]
+    )
+    harness.teach(drafter, plain, REQUESTS, params)
+    free = free_blocks(medusa)
+    prompt = REQUESTS[VICTIM]
+    # Nothing at all, tokens in the middle of a path or at its end, all but the last.
+    for good in (0, 5, 6, 7, 23):
+        with poisoned_from(medusa, prompt, len(prompt) - 1 + good, value):
+            found = harness.answers(medusa, REQUESTS, params)
+        [failed] = found[VICTIM]
+        assert (failed.token_ids, failed.finish_reason) == (
+            expected[VICTIM][0].token_ids[:good],
+            "error",
+        )
+        assert found[:VICTIM] + found[VICTIM + 1 :] == expected[:VICTIM] + expected[VICTIM + 1 :]
+        assert sum("are NaN or infinite" in warning for warning in warnings) == 1
+        warnings.clear()
+        assert free_blocks(medusa) == free
+    # One token more is not asked for, so its row does not matter.
+    with poisoned_from(medusa, prompt, len(prompt) - 1 + 24, value):
+        assert harness.answers(medusa, REQUESTS, params) == expected
+    assert not warnings
+    assert harness.answers(medusa, REQUESTS, params) == expected
+
+
+@pytest.mark.parametrize("draft", harness.HIT_RATES)
+def test_a_token_without_numbers(plain: Any, medusa: Any, draft: str) -> None:
+    """Neither its rows in rejected branches nor its blocks, given to others later, do harm."""
+    expected = harness.answers(plain, REQUESTS, GREEDY)
+    used = {token for request in REQUESTS for token in request}
+    used |= {token for [answer] in expected for token in answer.token_ids}
+    token = min(set(range(VOCAB_SIZE - 30)) - used)
+    poisoned = [[*REQUESTS[0][:9], token, *REQUESTS[0]], [token]]
+    well = harness.answers(plain, poisoned, GREEDY)
+    drafter = harness.plant(medusa, [harness.WIDE], VOCAB_SIZE, harness.HIT_RATES[draft])
+    sound = [other for other in range(9) if other != token]
+    turns = itertools.cycle([([harness.WIDE], [token, *sound]), ([harness.CHAIN], sound)])
+
+    def take_turns(step: Any) -> None:
+        # Chains are vLLM's own kernel's, which reads what wide trees have left behind.
+        drafter.topologies, drafter.alphabet = next(turns)
+
+    drafter.on_draft = take_turns
+    harness.teach(drafter, plain, REQUESTS, GREEDY)
+    free = free_blocks(medusa)
+    medusa.reset_prefix_cache()  # the answers of another run would be hits
+    with poisoned_token(medusa, token):
+        for _ in range(3):
+            *found, first, second = harness.answers(medusa, [*REQUESTS, *poisoned], GREEDY)
+            assert found == expected
+            for [answer] in (first, second):
+                assert (answer.token_ids, answer.finish_reason) == ((), "error")
+    assert free_blocks(medusa) == free
+    # Had their blocks stayed in the prefix cache, these would fail once more.
+    assert harness.answers(medusa, [*REQUESTS, *poisoned], GREEDY) == [*expected, *well]
+    assert drafter.branching_steps > 0
+
+
+def test_a_failed_prefill_with_prompt_logprobs(plain: Any, medusa: Any) -> None:
+    params = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=2, logprobs=2)
+    prompt = REQUESTS[VICTIM]
+    with poisoned_from(medusa, prompt, len(prompt) - 1, math.nan):
+        found = harness.answers(medusa, REQUESTS, params)
+    assert found[VICTIM][0].finish_reason == "error"
+    expected = harness.answers(plain, REQUESTS, params)
+    assert found[:VICTIM] + found[VICTIM + 1 :] == expected[:VICTIM] + expected[VICTIM + 1 :]
+
+
+def test_heads_without_numbers_draft_nothing_and_forget_nothing(plain: Any, medusa: Any) -> None:
+    """What is learnt about heads is learnt from all requests: one NaN there would last."""
+    runner = harness.runner_of(medusa)
+    runner.drafter.load_model(runner.model)
+    drafter = runner.medusa_drafter
+    propose, calls = drafter.heads.propose, []
+
+    def damaged(hidden: torch.Tensor, *rest: Any) -> Any:
+        calls.append(len(hidden))
+        hidden = hidden.clone()
+        hidden[0] = math.nan
+        return propose(hidden, *rest)
+
+    drafter.heads.propose = damaged
+    assert harness.answers(medusa, REQUESTS, GREEDY) == harness.answers(plain, REQUESTS, GREEDY)
+    assert max(calls) == len(REQUESTS)
+    assert all(math.isfinite(ratio) for ratio in drafter.estimate.head_ratios())
