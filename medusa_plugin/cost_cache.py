@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from medusa_plugin.atomic_file import write_whole
 from medusa_plugin.tree.budget import CostCurve, StepCosts
 from tvm_ops.artifact import cache_root
 
@@ -72,12 +71,7 @@ def write_costs(circumstances: Circumstances, costs: StepCosts) -> None:
         draft=_Curve(rows=costs.draft.rows, seconds=costs.draft.seconds),
     ).model_dump_json(indent=1)
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        # Renamed into place: two engines that start at once each leave a whole file.
-        descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=file.stem)
-        with os.fdopen(descriptor, "w") as stream:
-            stream.write(content)
-        os.replace(name, file)
+        write_whole(file, content)  # two engines may start at once
     except OSError as error:
         logger.warning(
             "medusa: measured step costs cannot be kept in %s (%s): every start measures again",

@@ -100,7 +100,7 @@ def _is_intact(directory: Path) -> bool:
         return bool(manifest["files"]) and all(
             _sha256(directory / name) == digest for name, digest in manifest["files"].items()
         )
-    except (OSError, ValueError, KeyError, AttributeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return False
 
 

@@ -65,3 +65,15 @@ def test_a_cache_that_cannot_be_written_is_named(
     write_costs(HERE, COSTS)
     assert str(cache) in caplog.text
     assert read_costs(HERE) is None
+
+
+def test_a_full_cache_keeps_no_part_of_a_file(
+    cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("medusa_plugin.atomic_file.os.replace", full)
+    write_costs(HERE, COSTS)
+    assert "No space left" in caplog.text
+    assert [path for path in cache.rglob("*") if path.is_file()] == []

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from medusa_plugin.commands.prompts import PromptsError, read_prompts
+from medusa_plugin.commands.prompts import PromptsError, read_numbered_prompts, read_prompts
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -23,6 +23,7 @@ def test_one_prompt_a_line(tmp_path: Path) -> None:
 def test_json_lines_with_turns(tmp_path: Path) -> None:
     path = write(tmp_path, '\n{"id": 1, "turns": ["a", "b"]}\n{"turns": ["c"]}\n')
     assert read_prompts(path) == [("a", "b"), ("c",)]
+    assert read_numbered_prompts(path) == [(2, ("a", "b")), (3, ("c",))]
 
 
 @pytest.mark.parametrize(
@@ -36,6 +37,8 @@ def test_json_lines_with_turns(tmp_path: Path) -> None:
         ('{"turns": "a"}', "line 1"),
         ('{"turns": [1]}', "line 1"),
         ('{"turns": [" "]}', "line 1"),
+        ('{"turns": ["a"]}\n{"turns": ' + "[" * 100_000, "line 2"),
+        ('{"turns": ["a"], "id": ' + "9" * 10_000 + "}", "line 1"),
     ],
 )
 def test_bad_files_name_the_line(tmp_path: Path, text: str, message: str) -> None:

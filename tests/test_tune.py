@@ -23,7 +23,7 @@ COSTS = StepCosts(CostCurve((1, 64), (1.0, 1.0)), CostCurve((1,), (0.25,)))
 
 
 def measured(*answers: Answer) -> tune.Measured:
-    facts = EngineFacts("heads", NUM_HEADS, NUM_NODES, 300, "float32")
+    facts = EngineFacts("heads", NUM_HEADS, NUM_NODES, 300, "float32", 64)
     return tune.Measured(facts, Recording(answers, COSTS))
 
 

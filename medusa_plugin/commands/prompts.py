@@ -14,7 +14,12 @@ class PromptsError(ValueError):
 
 
 def read_prompts(path: Path) -> list[Conversation]:
-    """Read conversations from `path`.
+    """Read conversations from `path`; see `read_numbered_prompts`."""
+    return [conversation for _, conversation in read_numbered_prompts(path)]
+
+
+def read_numbered_prompts(path: Path) -> list[tuple[int, Conversation]]:
+    """Read conversations from `path`, each with the number of its line.
 
     A file whose first line that is not blank starts with `{` holds JSON lines, each an object
     with `turns`, a list of user turns; any other file holds one prompt a line. Blank lines are
@@ -32,14 +37,14 @@ def read_prompts(path: Path) -> list[Conversation]:
     if not lines:
         raise PromptsError(f"{path} has no prompts: expected one a line, or JSON lines with turns")
     if lines[0][1].startswith("{"):
-        return [_turns(line, f"{path}, line {i}") for i, line in lines]
-    return [(line,) for _, line in lines]
+        return [(i, _turns(line, f"{path}, line {i}")) for i, line in lines]
+    return [(i, (line,)) for i, line in lines]
 
 
 def _turns(line: str, place: str) -> Conversation:
     try:
         turns = json.loads(line)["turns"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise PromptsError(
             f'{place}: expected {{"turns": ["first user turn", ...]}}, got {line[:80]!r}'
         ) from error

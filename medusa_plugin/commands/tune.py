@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,7 +24,7 @@ from rich.progress import (
 
 from medusa_plugin import __version__
 from medusa_plugin.commands.demo import Mode
-from medusa_plugin.commands.prompts import PromptsError, read_prompts
+from medusa_plugin.commands.prompts import PromptsError, read_numbered_prompts
 from medusa_plugin.vllm_glue.offline_engine import (
     EngineProcessError,
     EngineSettings,
@@ -138,13 +139,19 @@ def tune(
     from medusa_plugin.heads import HeadsError
 
     try:
-        texts = [turns[0] for turns in read_prompts(prompts)][:num_prompts] if prompts else None
-        measured = _measure(console, options, texts)
+        asked = _first_turns(prompts, num_prompts) if prompts else None
+        measured = _measure(console, options, asked)
         source = f"{prompts.name} (first turns)" if prompts else "made up by the model itself"
         _finish(console, options, measured, source, out, json_file)
     except (PromptsError, EngineProcessError, HeadsError, TuneError) as error:
         console.print(f"[red]medusa tune:[/] {escape(str(error))}", highlight=False)
         raise typer.Exit(1) from None
+
+
+def _first_turns(file: Path, most: int) -> dict[str, str]:
+    """At most so many first turns of a prompts file, each after its place in the file."""
+    numbered = read_numbered_prompts(file)[:most]
+    return {f"{file}, line {number}": turns[0] for number, turns in numbered}
 
 
 def _vocab_size(text: str) -> int | str:
@@ -189,9 +196,24 @@ def settings(options: Options) -> EngineSettings:
     return EngineSettings(engine, environment)
 
 
-def _measure(console: Console, options: Options, texts: Sequence[str] | None) -> Measured:
-    """Start the engine, make prompts up unless there are some, and record their answers."""
-    from medusa_plugin.vllm_glue.recording import RecordRequest, facts, record, sample_prompts
+def _measure(console: Console, options: Options, asked: Mapping[str, str] | None) -> Measured:
+    """Start the engine, make prompts up unless there are some, and record their answers.
+
+    Args:
+        console: for the progress.
+        options: of the command line.
+        asked: place -> prompt; None for prompts of the model's own.
+
+    Raises:
+        PromptsError: a prompt leaves no room for an answer.
+    """
+    from medusa_plugin.vllm_glue.recording import (
+        RecordRequest,
+        facts,
+        prompt_lengths,
+        record,
+        sample_prompts,
+    )
 
     progress = Progress(
         SpinnerColumn(),
@@ -206,13 +228,29 @@ def _measure(console: Console, options: Options, texts: Sequence[str] | None) ->
         engine.wait_until_ready()
         progress.advance(start)
         known: EngineFacts = engine.run(facts, None)
-        if texts is None:
+        if asked is None:
             count = options.num_prompts
             advance = _bar(progress, "Making up prompts", count)
-            texts = engine.run(sample_prompts, count, advance)
+            texts: list[str] = engine.run(sample_prompts, count, advance)
+            lengths = engine.run(prompt_lengths, texts)
+            fits = [length < known.max_model_len for length in lengths]
+            texts = list(itertools.compress(texts, fits))
+        else:
+            texts = list(asked.values())
+            _require_room(list(asked), engine.run(prompt_lengths, texts), known.max_model_len)
         request = RecordRequest(tuple(texts), options.max_tokens, max(RANKS, known.num_nodes))
         advance = _bar(progress, "Answering prompts", len(texts))
         return Measured(known, engine.run(record, request, advance))
+
+
+def _require_room(places: Sequence[str], lengths: Sequence[int], max_model_len: int) -> None:
+    """Raise `PromptsError` naming the first prompt that leaves no room for an answer."""
+    for place, length in zip(places, lengths, strict=True):
+        if length >= max_model_len:
+            raise PromptsError(
+                f"{place}: the prompt has {length} tokens, but the model's context holds "
+                f"{max_model_len}, answer included: shorten it"
+            )
 
 
 def _bar(progress: Progress, description: str, total: int) -> Callable[[int], None]:

@@ -6,10 +6,8 @@ config is only a hint, since public checkpoints often contradict their own.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
-import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,9 +15,15 @@ from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 
 from medusa_plugin.heads.base import HeadsError, TargetSpec
+from medusa_plugin.heads.files import (
+    Shape,
+    is_there,
+    read_json_object,
+    read_shapes,
+    read_tensors,
+)
 from medusa_plugin.heads.tuning import HeadsTuning, find_tuning
 
 logger = logging.getLogger("vllm.medusa")
@@ -30,18 +34,12 @@ CALIBRATION_FILE = "calibration.json"
 DRAFT_VOCAB_FILE = "draft_vocab.safetensors"
 DRAFT_VOCAB_KEY = "token_ids"
 
-_FLOAT_DTYPES = {
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-}
 _KEY = re.compile(
     r"(?:medusa_heads?\.|heads\.)?"
-    r"(?P<head>\d+)\.(?P<layer>\d+)\.(?:linear\.(?P<linear>weight|bias)|weight)"
+    r"(?P<head>[0-9]{1,9})\.(?P<layer>[0-9]{1,9})\.(?:linear\.(?P<linear>weight|bias)|weight)"
 )
 
 Entry = TypeVar("Entry")
-Shape = tuple[int, ...]
 Accuracies = tuple[tuple[float, ...], ...]
 
 
@@ -120,7 +118,7 @@ def peek_heads(path: str | Path, *, use_tuning: bool = True) -> HeadsInfo:
     """
     directory = Path(path)
     file = _weights_file(directory)
-    shapes = _canonical(_read_shapes(file), file)
+    shapes = _canonical(read_shapes(file), file)
     info = _infer(shapes, file, _read_calibration(directory), _draft_vocab_size(directory))
     _check_shapes(shapes, info)
     _compare_config(directory, info)
@@ -136,7 +134,7 @@ def read_weights(info: HeadsInfo, target: TargetSpec) -> HeadWeights:
     Raises:
         HeadsError: the file is corrupt, or a tensor has NaN or infinite values.
     """
-    tensors = _canonical(_read_tensors(info.path), info.path)
+    tensors = _canonical(read_tensors(info.path), info.path)
 
     def stacked(names: list[str]) -> torch.Tensor:
         stack = torch.stack([tensors[name].to(target.dtype) for name in names])
@@ -169,12 +167,12 @@ def read_draft_vocab(path: str | Path, vocab_size: int) -> torch.Tensor:
         HeadsError: the file is missing or corrupt, or an id is repeated or not in the vocabulary.
     """
     file = Path(path) / DRAFT_VOCAB_FILE
-    if not file.is_file():
+    if not is_there(file):
         raise HeadsError(
             f"{file} is missing: a draft vocabulary needs this ranking of token ids; "
             "set draft_vocab_size to 'full' to do without"
         )
-    tensors = _read_tensors(file)
+    tensors = read_tensors(file)
     token_ids = tensors.get(DRAFT_VOCAB_KEY)
     integer = (torch.int32, torch.int64)
     if token_ids is None or token_ids.dim() != 1 or token_ids.dtype not in integer:
@@ -192,62 +190,9 @@ def _weights_file(directory: Path) -> Path:
     if not directory.is_dir():
         raise HeadsError(f"no directory of Medusa heads at {directory}")
     for name in WEIGHTS_FILES:
-        if (directory / name).is_file():
+        if is_there(directory / name):
             return directory / name
     raise HeadsError(f"{directory} holds no Medusa heads: expected {' or '.join(WEIGHTS_FILES)}")
-
-
-def _read_shapes(file: Path) -> dict[str, Shape]:
-    if file.suffix == ".safetensors":
-        shapes = {}
-        try:
-            with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 (not a mapping)
-                    view = opened.get_slice(name)
-                    _require_float(name, view.get_dtype(), file)
-                    shapes[name] = tuple(view.get_shape())
-        except (SafetensorError, OSError) as error:
-            raise HeadsError(f"{file} is not a readable safetensors file: {error}") from error
-        return shapes
-    tensors = _read_pickle(file)
-    for name, tensor in tensors.items():
-        _require_float(name, _FLOAT_DTYPES.get(tensor.dtype, str(tensor.dtype)), file)
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-
-
-def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
-    if file.suffix != ".safetensors":
-        return _read_pickle(file)
-    try:
-        return load_file(file)
-    except (SafetensorError, OSError) as error:
-        raise HeadsError(f"{file} is not a readable safetensors file: {error}") from error
-
-
-def _read_pickle(file: Path) -> dict[str, torch.Tensor]:
-    try:
-        # weights_only: a pickle may carry code. Only zip archives can be memory-mapped.
-        loaded = torch.load(
-            file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file)
-        )
-    except Exception as error:  # a damaged pickle fails in whatever way its bytes lead to
-        raise HeadsError(
-            f"{file} cannot be read as plain tensors; it is corrupt or carries code, which is "
-            f"never run: {type(error).__name__}: {error}"
-        ) from error
-    if not isinstance(loaded, dict) or not all(
-        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in loaded.items()
-    ):
-        raise HeadsError(f"{file}: expected a dict of tensors by name")
-    return loaded
-
-
-def _require_float(name: str, dtype: str, file: Path) -> None:
-    if dtype not in _FLOAT_DTYPES.values():
-        raise HeadsError(
-            f"{file}: {name} has dtype {dtype}, expected one of "
-            f"{', '.join(_FLOAT_DTYPES.values())}: convert the heads"
-        )
 
 
 def _canonical(entries: Mapping[str, Entry], file: Path) -> dict[str, Entry]:
@@ -257,7 +202,7 @@ def _canonical(entries: Mapping[str, Entry], file: Path) -> dict[str, Entry]:
         match = _KEY.fullmatch(key)
         if match is None:
             raise HeadsError(
-                f"{file}: unknown tensor {key!r}: plain Medusa heads hold "
+                f"{file}: unknown tensor {key[:100]!r}: plain Medusa heads hold "
                 "HEAD.LAYER.linear.weight, HEAD.LAYER.linear.bias and HEAD.LAYER.weight only; "
                 "other kinds (Hydra, EAGLE, merged models) are not supported"
             )
@@ -336,9 +281,9 @@ def _check_shapes(shapes: Mapping[str, Shape], info: HeadsInfo) -> None:
 
 def _compare_config(directory: Path, info: HeadsInfo) -> None:
     file = directory / CONFIG_FILE
-    if not file.is_file():
+    if not is_there(file):
         return
-    config = _read_json_object(file)
+    config = read_json_object(file)
     for key, found in (
         ("medusa_num_heads", info.num_heads),
         ("medusa_num_layers", info.num_layers),
@@ -356,9 +301,9 @@ def _compare_config(directory: Path, info: HeadsInfo) -> None:
 
 def _read_calibration(directory: Path) -> Accuracies | None:
     file = directory / CALIBRATION_FILE
-    if not file.is_file():
+    if not is_there(file):
         return None
-    table = _read_json_object(file).get("accuracies")
+    table = read_json_object(file).get("accuracies")
     if not isinstance(table, list) or not table or not all(map(_is_accuracy_row, table)):
         raise HeadsError(
             f"{file}: 'accuracies' must be a list of one list per head, of numbers from 0 to 1"
@@ -374,19 +319,9 @@ def _is_accuracy_row(row: Any) -> bool:
     )
 
 
-def _read_json_object(file: Path) -> dict[str, Any]:
-    try:
-        loaded = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise HeadsError(f"{file} is not readable JSON: {error}") from error
-    if not isinstance(loaded, dict):
-        raise HeadsError(f"{file}: expected a JSON object, got {type(loaded).__name__}")
-    return loaded
-
-
 def _draft_vocab_size(directory: Path) -> int:
     file = directory / DRAFT_VOCAB_FILE
-    if not file.is_file():
+    if not is_there(file):
         return 0
     try:
         with safe_open(file, framework="pt") as opened:

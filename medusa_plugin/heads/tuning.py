@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from medusa_plugin.atomic_file import write_whole
 from medusa_plugin.heads.base import HeadsError
+from medusa_plugin.heads.files import is_there
 from tvm_ops.artifact import cache_root
 
 TUNING_FILE = "tuning.json"
@@ -110,7 +110,7 @@ def find_tuning(weights: Path, num_heads: int) -> HeadsTuning | None:
     beside = weights.parent / TUNING_FILE
     digest = fingerprint(weights)
     for file in (cached_tuning_file(digest), beside):
-        if file.is_file():
+        if is_there(file):
             return _read(file, weights, digest, num_heads)
     return None
 
@@ -140,12 +140,7 @@ def write_tuning(tuning: HeadsTuning, weights: Path, directory: Path | None) -> 
 
 def _write(tuning: HeadsTuning, file: Path) -> Path:
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.stem}")
-        with os.fdopen(descriptor, "w") as stream:
-            stream.write(tuning.model_dump_json(indent=1) + "\n")
-        Path(name).chmod(0o644)  # made for us alone; heads may be shared
-        os.replace(name, file)
+        write_whole(file, tuning.model_dump_json(indent=1) + "\n")
     except OSError as error:
         raise HeadsError(
             f"{file} cannot be written ({error}): choose another directory with --out"
@@ -168,7 +163,7 @@ def _read(file: Path, weights: Path, digest: str, num_heads: int) -> HeadsTuning
     if tuning.fingerprint != digest:
         raise HeadsError(
             f"{file} was measured on other weights (fingerprint {tuning.fingerprint}) than "
-            f"{weights.name} beside it ({digest}): {remedy}"
+            f"{weights} ({digest}): {remedy}"
         )
     if len(tuning.calibration) != num_heads:
         raise HeadsError(

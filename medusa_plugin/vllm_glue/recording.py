@@ -33,6 +33,8 @@ class EngineFacts:
     """Most nodes of a tree."""
     draft_vocab_size: int
     dtype: str
+    max_model_len: int
+    """Tokens that a prompt and its answer may have together."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ def facts(llm: Any, _: None, report: Reporter | None) -> EngineFacts:
         num_nodes=drafter.num_nodes,
         draft_vocab_size=drafter.heads.max_top_k,
         dtype=str(runner.model_config.dtype).removeprefix("torch."),
+        max_model_len=runner.model_config.max_model_len,
     )
 
 
@@ -110,6 +113,12 @@ def sample_prompts(llm: Any, count: int, report: Reporter | None) -> list[str]:
         if len(found) >= count:
             break
     return list(found)[:count]
+
+
+def prompt_lengths(llm: Any, prompts: Sequence[str], report: Reporter | None) -> list[int]:
+    """Tokens of each prompt in the model's chat template."""
+    tokenizer = llm.get_tokenizer()
+    return [len(prompt_ids(tokenizer, [{"role": "user", "content": prompt}])) for prompt in prompts]
 
 
 def is_usable(text: str, token_ids: Any) -> bool:

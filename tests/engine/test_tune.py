@@ -49,6 +49,19 @@ def test_a_run_leaves_a_tuning_that_engines_read(
     assert (heads / "tuning.png").stat().st_size > 0
 
 
+def test_a_prompt_without_room_for_an_answer_is_named_before_any_is_answered(
+    tiny_model: Path, random_heads: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("long.txt").write_text("Short.\n\n" + "x" * 511 + "\n" + "y" * 512 + "\nShort.\n")
+    arguments = ["tune", str(tiny_model), "--heads", str(random_heads), "--prompts", "long.txt"]
+    result = CliRunner().invoke(app, [*arguments, "--mode", "eager", "--out", "o"])
+    assert result.exit_code == 1
+    said = " ".join(result.output.split())
+    assert "long.txt, line 4: the prompt has 512 tokens" in said and "context holds 512" in said
+    assert "Answering prompts" not in said
+
+
 def test_too_little_to_learn_from_is_said(
     tiny_model: Path, random_heads: Path, tmp_path: Path
 ) -> None:

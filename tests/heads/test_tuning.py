@@ -164,3 +164,30 @@ def test_the_embedded_heads_come_tuned(tmp_path: Path) -> None:
     assert peek_heads(copy, use_tuning=False) == replace(untuned, path=copy / untuned.path.name)
     (copy / TUNING_FILE).unlink()
     assert peek_heads(copy).tuning is None
+
+
+def test_a_wrong_one_in_the_cache_names_the_weights_by_path(weights: Path) -> None:
+    cached = cached_tuning_file(fingerprint(weights))
+    tuning = tuning_of(weights).model_copy(update={"fingerprint": "0" * 32})
+    write_tuning(tuning, weights, cached.parent).rename(cached)
+    with pytest.raises(HeadsError, match="other weights") as caught:
+        find_tuning(weights, NUM_HEADS)
+    assert "beside" not in str(caught.value) and str(weights) in str(caught.value)
+
+
+def test_a_broken_link_is_not_passed_over(weights: Path, tmp_path: Path) -> None:
+    (weights.parent / TUNING_FILE).symlink_to(tmp_path / "nowhere")
+    with pytest.raises(HeadsError, match="cannot be read"):
+        find_tuning(weights, NUM_HEADS)
+
+
+def test_a_failed_write_leaves_nothing_behind(
+    weights: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("medusa_plugin.atomic_file.os.replace", full)
+    with pytest.raises(HeadsError, match="No space left"):
+        write_tuning(tuning_of(weights), weights, tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
