@@ -71,6 +71,9 @@ def tree_attention(
     _check_rows("out", out, kv_cache, head_dim)
     if query.shape != out.shape:
         raise ValueError(f"query is {list(query.shape)} but out is {list(out.shape)}")
+    for name, tensor in (("query", query), ("the cache", kv_cache)):
+        if _overlap(out, tensor):
+            raise ValueError(f"out shares memory with {name}: give it memory of its own")
     num_tokens, num_heads, _ = query.shape
     if not kv_heads or not num_heads or num_heads % kv_heads:
         raise ValueError(f"{num_heads} query heads do not divide among {kv_heads} KV heads")
@@ -132,6 +135,19 @@ def tree_attention(
         kernel_softcap,
         *plan.arguments,
     )
+
+
+def _overlap(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors lie in ranges of memory that overlap."""
+    if not first.numel() or not second.numel():
+        return False
+    (start, end), (other_start, other_end) = _range(first), _range(second)
+    return start < other_end and other_start < end
+
+
+def _range(tensor: Tensor) -> tuple[int, int]:
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.element_size() * (last + 1)
 
 
 def _check_rows(name: str, tensor: Tensor, cache: Tensor, head_dim: int) -> None:

@@ -266,6 +266,24 @@ def test_wrong_arguments_are_refused(error, message, change):
         replaced(case, **change(case)).run(tree_attention)
 
 
+@pytest.mark.parametrize("name", ["query", "cache"])
+def test_memory_that_is_written_and_read_is_refused(name):
+    case = make_case(layout="vec", dtype=torch.float32, head_dim=64, lens=[4], contexts=[40])
+    tokens, heads, head_dim = case.query.shape
+    memory = case.kv_cache.view(-1) if name == "cache" else torch.zeros(10_000)
+    inner = memory[: case.query.numel()].view(tokens, heads, head_dim)
+    query = inner if name == "query" else case.query
+    for shift in (0, 1, case.query.numel() - 1):
+        out = memory[shift:][: query.numel()].view_as(query)
+        with pytest.raises(ValueError, match=f"out shares memory with .*{name}"):
+            tree_attention(query, case.kv_cache, out, case.batch, **case.options)
+    # One after the other, and either first, they are apart.
+    if name == "query":
+        apart = memory[query.numel() : 2 * query.numel()].view_as(query)
+        tree_attention(query, case.kv_cache, apart, case.batch, **case.options)
+        tree_attention(apart, case.kv_cache, query, case.batch, **case.options)
+
+
 def test_overlapping_trees_are_refused():
     case = make_case(layout="vec", dtype=torch.float32, head_dim=64, lens=[4, 4], contexts=[0, 0])
     with pytest.raises(ValueError, match="inside another"):
