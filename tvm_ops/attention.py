@@ -139,15 +139,17 @@ def tree_attention(
 
 def _overlap(first: Tensor, second: Tensor) -> bool:
     """Whether two tensors lie in ranges of memory that overlap."""
-    if not first.numel() or not second.numel():
+    start, other = first.data_ptr(), second.data_ptr()
+    # The lower one has to end before the other begins; most often that is plain at once.
+    return _ends_after(first, other) if start <= other else _ends_after(second, start)
+
+
+def _ends_after(tensor: Tensor, address: int) -> bool:
+    distance = address - tensor.data_ptr()
+    if distance >= tensor.untyped_storage().nbytes():
         return False
-    (start, end), (other_start, other_end) = _range(first), _range(second)
-    return start < other_end and other_start < end
-
-
-def _range(tensor: Tensor) -> tuple[int, int]:
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + tensor.element_size() * (last + 1)
+    return tensor.numel() > 0 and distance < tensor.element_size() * (last + 1)
 
 
 def _check_rows(name: str, tensor: Tensor, cache: Tensor, head_dim: int) -> None:
