@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -90,13 +91,27 @@ EngineMaker = Callable[..., Any]
 @pytest.fixture(scope="module")
 def make_engine(tiny_model: Path) -> Iterator[EngineMaker]:
     """Make `vllm.LLM` engines over the tiny model; all are shut down after the module."""
+    with engine_maker(tiny_model) as make:
+        yield make
+
+
+@pytest.fixture
+def make_brief_engine(tiny_model: Path) -> Iterator[EngineMaker]:
+    """Like `make_engine`, but the engines are shut down after the test."""
+    with engine_maker(tiny_model) as make:
+        yield make
+
+
+@contextmanager
+def engine_maker(model: Path) -> Iterator[EngineMaker]:
+    """Make `vllm.LLM` engines over `model`, all shut down at the end."""
     from vllm import LLM
 
     engines = []
 
     def make(**options: Any) -> Any:
         settings: dict[str, Any] = {
-            "model": str(tiny_model),
+            "model": str(model),
             "dtype": "float32",
             "enforce_eager": True,
             "max_model_len": 256,
@@ -110,6 +125,8 @@ def make_engine(tiny_model: Path) -> Iterator[EngineMaker]:
         engines.append(LLM(**settings))
         return engines[-1]
 
-    yield make
-    for engine in engines:
-        engine.llm_engine.engine_core.shutdown()
+    try:
+        yield make
+    finally:
+        for engine in engines:
+            engine.llm_engine.engine_core.shutdown()
