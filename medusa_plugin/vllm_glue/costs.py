@@ -76,8 +76,15 @@ def follow_measurement(runner: Any) -> None:
 
 
 def _verify(runner: Any, count: int) -> None:
-    hidden, _ = runner._dummy_run(count)
-    runner.model.compute_logits(hidden[:count])
+    lora = runner.lora_config
+    num_adapters = 0 if lora is None else lora.max_loras
+    hidden, _ = runner._dummy_run(count, remove_lora=False, num_active_loras=num_adapters)
+    # One request whose rows are all asked for: adapters of the output go by these rows.
+    rows = np.array([count], dtype=np.int32)
+    with runner.maybe_select_dummy_loras(
+        lora, rows, num_sampled_tokens=rows, num_active_loras=num_adapters
+    ):
+        runner.model.compute_logits(hidden[:count])
     _wait(runner.device)
 
 
@@ -101,7 +108,10 @@ def _measure(runner: Any, drafter: TreeDrafter) -> StepCosts:
         drafter.draft(requests[:count], paths[:count], hidden_states[:count])
         drafter.forget(ids[:count])  # nothing is to be learnt from this
 
-    return StepCosts(_curve(verify, rows), _curve(draft, batches))
+    try:
+        return StepCosts(_curve(verify, rows), _curve(draft, batches))
+    finally:
+        runner.maybe_remove_all_loras(lora)
 
 
 def _requests(count: int) -> list[StepRequest]:
@@ -152,6 +162,7 @@ def _circumstances(runner: Any, drafter: TreeDrafter) -> dict[str, str]:
         "model": _shape(model),
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
+        "adapters": _adapters(config.lora_config),
         "compilation": str(config.compilation_config.mode),
         "heads": f"{type(heads).__name__} x {heads.num_heads}, {heads.max_top_k} tokens",
         "trees": f"{drafter.num_nodes} nodes, {'dynamic' if drafter.tree is None else 'static'}",
@@ -161,6 +172,12 @@ def _circumstances(runner: Any, drafter: TreeDrafter) -> dict[str, str]:
         "vllm": str(host.installed_version()),
         "torch": torch.__version__,
     }
+
+
+def _adapters(lora_config: Any) -> str:
+    if lora_config is None:
+        return "none"
+    return f"{lora_config.max_loras} of rank {lora_config.max_lora_rank}"
 
 
 def _shape(model: Any) -> str:

@@ -123,8 +123,6 @@ def _cache(vllm_config: Any) -> Iterator[str]:
         yield f"kv_cache_dtype={cache_dtype} (only that of the model, {model_dtype})"
     if vllm_config.kv_transfer_config is not None:
         yield "KV connectors (kv_transfer_config), which would ship uncompacted KV"
-    if vllm_config.lora_config is not None:
-        yield "LoRA adapters"
 
 
 def _grammars(vllm_config: Any) -> Iterator[str]:

@@ -115,6 +115,7 @@ def test_every_family(
             "method": "medusa",
             "model": str(random_heads),
             "num_speculative_tokens": harness.MAX_NODES,
+            "sizes": "fixed",
         },
     )
     requests = harness.prompts(6, lengths=[2, 23, 40, 70], vocab_size=VOCAB_SIZE)

@@ -181,7 +181,6 @@ def test_another_class_than_ours_is_refused(part: str) -> None:
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype=fp8"),
         ({"kv_cache_dtype": "float16"}, "kv_cache_dtype=float16.*bfloat16"),
         ({"enable_prompt_embeds": True}, "prompt embeddings"),
-        ({"enable_lora": True}, "LoRA"),
         (
             {"structured_outputs_config": StructuredOutputsConfig(backend="lm-format-enforcer")},
             "lm-format-enforcer",
