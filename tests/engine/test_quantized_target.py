@@ -85,5 +85,5 @@ def test_a_quantised_lm_head_is_refused(
     make_brief_engine: Any, random_heads: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
     options = quantize(tiny_model, tmp_path, lm_head=True)
-    with pytest.raises(UnsupportedFeatureError, match="language-model head.*no plain weight"):
+    with pytest.raises(UnsupportedFeatureError, match=r"language-model head.*no plain weight"):
         make_brief_engine(**options, speculative_config=speculative(random_heads))
