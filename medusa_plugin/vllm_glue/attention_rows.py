@@ -62,7 +62,15 @@ class TreeImpl(AttentionImpl):
     """Splits the rows of a batch between vLLM's kernel and the tree kernel.
 
     Mixed in before vLLM's implementation.
+
+    Raises:
+        UnsupportedFeatureError: the tree kernel lacks something this layer needs. Layers are made
+            before weights are loaded.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._require_supported()
 
     @property
     @abstractmethod
@@ -89,20 +97,6 @@ class TreeImpl(AttentionImpl):
         slots: torch.Tensor,
     ) -> None:
         """Write keys and values `[N, kv_heads, head_size]` as vLLM does for this layer."""
-
-    def require_supported(self) -> None:
-        """Raise `UnsupportedFeatureError` if the tree kernel lacks something this layer needs."""
-        present = {
-            "ALiBi": self.alibi_slopes is not None,
-            "attention sinks": self.sinks is not None,
-            "quantised KV cache": self.has_quantized_cache,
-        }
-        found = [name for name, is_there in present.items() if is_there]
-        if found:
-            raise UnsupportedFeatureError(
-                f"medusa does not support yet: {', '.join(found)} in attention. "
-                "Run this model without speculation."
-            )
 
     def forward(
         self,
@@ -138,6 +132,19 @@ class TreeImpl(AttentionImpl):
             sliding_window=self.tree_window,
         )
         return output
+
+    def _require_supported(self) -> None:
+        present = {
+            "ALiBi": self.alibi_slopes is not None,
+            "attention sinks": self.sinks is not None,
+            "quantised KV cache": self.has_quantized_cache,
+        }
+        found = [name for name, is_there in present.items() if is_there]
+        if found:
+            raise UnsupportedFeatureError(
+                f"medusa does not support yet: {', '.join(found)} in attention. "
+                "Run this model without speculation."
+            )
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,6 @@ class MedusaModelRunner(GPUModelRunner):
                     f"medusa does not support yet: {type(layer.impl).__name__} in layer "
                     f"{layer.layer_name}. Run this model without speculation."
                 )
-            layer.impl.require_supported()
         self.kv_cache_group = group_caches(list(layers.values()), kv_cache_config)
 
     def measure_costs(self) -> None:

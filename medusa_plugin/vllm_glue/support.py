@@ -111,7 +111,7 @@ def _layer_types(model_config: Any) -> set[str]:
 
 
 def _cache(vllm_config: Any) -> Iterator[str]:
-    mixed = len(_layer_types(vllm_config.model_config)) > 1
+    mixed = _layer_types(vllm_config.model_config) >= {"full_attention", "sliding_attention"}
     if mixed and not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
         yield (
             "layers with and without a sliding window in separate KV-cache groups (one group for "

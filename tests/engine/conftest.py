@@ -130,3 +130,15 @@ def engine_maker(model: Path) -> Iterator[EngineMaker]:
     finally:
         for engine in engines:
             engine.llm_engine.engine_core.shutdown()
+
+
+def inspect_in_process(architecture: str) -> None:
+    """Let vLLM look at a model class here: at first sight it starts a process for it, 15 seconds.
+
+    Architectures that vLLM does not know are left to it.
+    """
+    from vllm import ModelRegistry
+
+    known = ModelRegistry.models.get(architecture)
+    if known is not None:
+        ModelRegistry.register_model(architecture, known.load_model_cls())

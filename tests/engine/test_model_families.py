@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from vllm import ModelRegistry, SamplingParams
+from vllm import SamplingParams
 
 from tests.engine import harness
-from tests.engine.conftest import EOS_TOKEN_ID, HIDDEN_SIZE, VOCAB_SIZE
+from tests.engine.conftest import EOS_TOKEN_ID, HIDDEN_SIZE, VOCAB_SIZE, inspect_in_process
 
 WINDOW = 24  # shorter than prompts and answers, not a multiple of a block, longer than a tree
 SIZES = {
@@ -95,10 +95,8 @@ def make_model(family: Family, directory: Path) -> None:
         elif "embed_tokens" in name:
             parameter.data *= family.embedding_scale
     model.save_pretrained(directory)
-    known = ModelRegistry.models
-    for architecture in {type(model).__name__, "TransformersForCausalLM"} & known.keys():
-        # By itself vLLM looks at a class for the first time in a new process: 15 seconds.
-        ModelRegistry.register_model(architecture, known[architecture].load_model_cls())
+    for architecture in (type(model).__name__, "TransformersForCausalLM"):
+        inspect_in_process(architecture)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -84,7 +84,12 @@ def emulated(programs: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> Paged
 
 def make_impl(window: int | None = None, **changes: Any) -> Any:
     impl = object.__new__(attention_cuda.TreeFlashAttentionImpl)
-    attributes = {
+    vars(impl).update(attributes_of_impl(window, **changes))
+    return impl
+
+
+def attributes_of_impl(window: int | None = None, **changes: Any) -> dict[str, Any]:
+    return {
         "scale": HEAD_DIM**-0.5,
         "head_size": HEAD_DIM,
         "sliding_window": (-1, -1) if window is None else (window - 1, 0),
@@ -94,8 +99,6 @@ def make_impl(window: int | None = None, **changes: Any) -> Any:
         "kv_cache_dtype": "auto",
         **changes,
     }
-    vars(impl).update(attributes)
-    return impl
 
 
 def make_builder(cache: torch.Tensor, impl: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -206,10 +209,16 @@ def test_batches_without_trees_are_left_to_vllm(emulated):
         ({"kv_cache_dtype": "fp8"}, "quantised KV cache"),
     ],
 )
-def test_layers_that_the_kernel_can_not_do_are_named(change, name):
-    make_impl().require_supported()
+def test_layers_that_the_kernel_can_not_do_are_named(change, name, monkeypatch):
+    impl = attention_cuda.TreeFlashAttentionImpl
+    monkeypatch.setattr(
+        attention_cuda.FlashAttentionImpl,
+        "__init__",
+        lambda self, **attributes: vars(self).update(attributes),
+    )
+    impl(**attributes_of_impl())
     with pytest.raises(UnsupportedFeatureError, match=name):
-        make_impl(**change).require_supported()
+        impl(**attributes_of_impl(**change))
 
 
 def test_the_layout_probe_reads_what_flash_attention_writes(monkeypatch):
