@@ -73,6 +73,7 @@ def follow_measurement(runner: Any) -> None:
     """Take part in the forward passes of `step_costs`, which another rank runs."""
     while (count := hear()) is not None:
         _verify(runner, count)
+    runner.maybe_remove_all_loras(runner.lora_config)
 
 
 def _verify(runner: Any, count: int) -> None:
@@ -111,7 +112,7 @@ def _measure(runner: Any, drafter: TreeDrafter) -> StepCosts:
     try:
         return StepCosts(_curve(verify, rows), _curve(draft, batches))
     finally:
-        runner.maybe_remove_all_loras(lora)
+        runner.maybe_remove_all_loras(runner.lora_config)
 
 
 def _requests(count: int) -> list[StepRequest]:

@@ -103,6 +103,7 @@ def _output_embedding(target_model: Any) -> Any:
     layer = getattr(target_model, "lm_head", None)
     if layer is None:
         layer = getattr(getattr(target_model, "model", None), "embed_tokens", None)
+    layer = getattr(layer, "base_layer", layer)  # inside a wrapper for LoRA
     weight = getattr(layer, "weight", None)
     if not isinstance(weight, torch.Tensor) or not weight.is_floating_point() or weight.dim() != 2:
         raise UnsupportedFeatureError(
