@@ -35,10 +35,14 @@ MARKS = {257: "<think>", 258: "</think>"}
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of a random Llama with a byte-level tokenizer."""
+    return write_tiny_model(tmp_path_factory.mktemp("tiny-llama"))
+
+
+def write_tiny_model(directory: Path) -> Path:
+    """Make that Llama in `directory`, and return it."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    directory = tmp_path_factory.mktemp("tiny-llama")
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
@@ -71,7 +75,11 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def random_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of random heads of the plain kind with the target's shared head."""
-    directory = tmp_path_factory.mktemp("random-heads")
+    return write_random_heads(tmp_path_factory.mktemp("random-heads"))
+
+
+def write_random_heads(directory: Path) -> Path:
+    """Make those heads in `directory`, and return it."""
     generator = torch.Generator().manual_seed(1)
     tensors = {}
     for head in range(NUM_HEADS):
@@ -105,24 +113,10 @@ def make_brief_engine(tiny_model: Path) -> Iterator[EngineMaker]:
 @contextmanager
 def engine_maker(model: Path) -> Iterator[EngineMaker]:
     """Make `vllm.LLM` engines over `model`, all shut down at the end."""
-    from vllm import LLM
-
     engines = []
 
     def make(**options: Any) -> Any:
-        settings: dict[str, Any] = {
-            "model": str(model),
-            "dtype": "float32",
-            "enforce_eager": True,
-            "max_model_len": 256,
-            "max_num_seqs": 16,
-            "block_size": 32,
-            "num_gpu_blocks_override": 512,  # engines of a module live side by side
-            "seed": 0,
-            "disable_log_stats": True,
-            **options,
-        }
-        engines.append(LLM(**settings))
+        engines.append(start_engine(model, **options))
         return engines[-1]
 
     try:
@@ -142,3 +136,22 @@ def inspect_in_process(architecture: str) -> None:
     known = ModelRegistry.models.get(architecture)
     if known is not None:
         ModelRegistry.register_model(architecture, known.load_model_cls())
+
+
+def start_engine(model: Path, **options: Any) -> Any:
+    """A `vllm.LLM` over `model` in this process; its owner shuts `engine_core` down."""
+    from vllm import LLM
+
+    settings: dict[str, Any] = {
+        "model": str(model),
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 256,
+        "max_num_seqs": 16,
+        "block_size": 32,
+        "num_gpu_blocks_override": 512,  # engines of a module live side by side
+        "seed": 0,
+        "disable_log_stats": True,
+        **options,
+    }
+    return LLM(**settings)

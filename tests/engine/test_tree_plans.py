@@ -6,7 +6,6 @@ planted: some rank of some heads carries the right token.
 
 from __future__ import annotations
 
-import random
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -20,47 +19,18 @@ from vllm import SamplingParams
 from medusa_plugin.accept import AcceptedPath
 from medusa_plugin.batch import StepRequest
 from medusa_plugin.draft import TreeDrafter
-from medusa_plugin.heads.base import Candidates, DraftHeads
 from medusa_plugin.tree.budget import CostCurve, StepCosts
 from medusa_plugin.tree.draft_tree import DraftTree
 from medusa_plugin.vllm_glue import costs as measuring
 from tests.engine import harness
 from tests.engine.conftest import VOCAB_SIZE
 from tests.engine.drafters import PlantedDrafter
+from tests.engine.planted_heads import PlantedHeads
 
 NUM_NODES = 12
 FREE = StepCosts(CostCurve((1, 64), (1.0, 1.0)), CostCurve((1,), (0.0,)))
 STEEP = StepCosts(CostCurve((1, 64), (1.0, 128.0)), CostCurve((1,), (0.1,)))
 ROWS_COST_AFTER_FOUR = StepCosts(CostCurve((1, 4, 64), (1.0, 1.0, 12.0)), CostCurve((1,), (0.01,)))
-
-
-class PlantedHeads(DraftHeads):
-    """Four heads; for each request the right token has a random rank, or is not there."""
-
-    num_heads = 4
-    max_top_k = VOCAB_SIZE
-
-    def __init__(self, hit_rate: float) -> None:
-        self.hit_rate = hit_rate
-        self.futures: list[list[int]] = []
-        self.calls = 0
-        self._random = random.Random(3)
-
-    def propose(self, hidden: torch.Tensor, token_ids: torch.Tensor, top_k: int) -> Candidates:
-        self.calls += 1
-        scores = torch.full((len(self.futures), self.num_heads, VOCAB_SIZE), -5.0)
-        scores += torch.rand(scores.shape, generator=torch.Generator().manual_seed(5))
-        for i, future in enumerate(self.futures):
-            for head in range(self.num_heads):
-                right = future[head + 0] if head < len(future) else None
-                if right is None:
-                    continue
-                if self._random.random() < self.hit_rate:
-                    scores[i, head, right] = self._random.choice([-3.9, 3.0])
-                else:
-                    scores[i, head, right] = -50.0
-        best, ids = scores.topk(top_k)
-        return Candidates(ids, best, scores)
 
 
 class Watched:
