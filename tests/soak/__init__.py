@@ -1,0 +1,1 @@
+"""Differential fuzzing: random requests through Medusa and through plain vLLM, all compared."""
