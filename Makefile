@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 SETUP_FILES := requirements/cpu.lock requirements/vllm-shim/pyproject.toml pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test coverage lint format clean gpu-test gpu-bench
+.PHONY: help setup demo test coverage soak lint format clean gpu-test gpu-bench
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -49,6 +49,10 @@ coverage: $(READY) ## All tests again, with the lines of our packages that they 
 	OMP_NUM_THREADS=1 $(BIN)/coverage run -m pytest $(TEST_OPTIONS)
 	$(BIN)/coverage combine
 	$(BIN)/coverage report
+
+SOAK ?= --requests 10000
+soak: $(READY) ## Compare 10,000 random requests with plain vLLM, about 20 minutes (SOAK="--requests N --seed S")
+	PYTHONPATH=.:benchmarks $(BIN)/python -m tests.soak $(SOAK)
 
 gpu-test: ## Test the CUDA kernels on this machine's GPU
 ifeq ($(HAS_GPU),0)

@@ -245,8 +245,9 @@ class Laboratory:
         return self._engine(name, options)
 
     def discard(self, name: str) -> None:
-        """End an engine, after it failed; the next to ask for it gets a new one."""
-        self._engines.pop(name).shut_down()
+        """End an engine, if it runs, after it failed; the next to ask for it gets a new one."""
+        if name in self._engines:
+            self._engines.pop(name).shut_down()
 
     def shut_down(self) -> None:
         """End all engines."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -142,13 +143,20 @@ def run_plan(laboratory: Laboratory, plan: Plan) -> RoundResult:
     )
     engine.runner.drafter.drafter = drafter
     preempted = engine.preemptions
-    outcomes = engine.serve(
-        plan.cases,
-        [_with_options(case) for case in plan.cases],
-        at_random=random.Random(plan.seed),
-        reset_probability=plan.reset_probability,
-    )
     result = RoundResult(plan.seed, plan.configuration)
+    try:
+        outcomes = engine.serve(
+            plan.cases,
+            [_with_options(case) for case in plan.cases],
+            at_random=random.Random(plan.seed),
+            reset_probability=plan.reset_probability,
+        )
+    except Exception as error:  # whatever ends an engine is a finding, and the run goes on
+        laboratory.discard(plan.configuration)
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        what = f"the engine failed: {error!r} in {where.filename}:{where.lineno}"
+        result.findings.append(Finding(plan.seed, plan.configuration, "", what, False, None, {}))
+        return result
     for case in plan.cases:
         result.findings += _judge(laboratory.plain, plan, case, outcomes[case.name])
         result.compared += case.is_determined
