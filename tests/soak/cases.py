@@ -251,6 +251,8 @@ def _without_contradictions(params: dict[str, Any]) -> dict[str, Any]:
     if params.get("structured_outputs"):
         for name in ("bad_words", "allowed_token_ids", "logit_bias", "min_tokens", "ignore_eos"):
             params.pop(name, None)
+        # A grammar ends at any of them, so a byte that it needs must not be one.
+        params["stop_token_ids"] = [t for t in params.get("stop_token_ids", ()) if t >= NUM_BYTES]
     if not params.get("detokenize", True):
         params.pop("stop", None)
     if params["max_tokens"] is not None and "min_tokens" in params:

@@ -244,15 +244,14 @@ class Laboratory:
         }
         return self._engine(name, options)
 
-    def discard(self, name: str) -> None:
-        """End an engine, if it runs, after it failed; the next to ask for it gets a new one."""
-        if name in self._engines:
-            self._engines.pop(name).shut_down()
-
     def shut_down(self) -> None:
-        """End all engines."""
-        for name in list(self._engines):
-            self.discard(name)
+        """End all engines; whoever asks for one after that gets a new one.
+
+        They share vLLM's process groups, so one that failed cannot be ended alone.
+        """
+        for engine in self._engines.values():
+            engine.shut_down()
+        self._engines.clear()
 
     def _engine(self, name: str, options: dict[str, Any]) -> Engine:
         if name not in self._engines:

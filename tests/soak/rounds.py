@@ -152,7 +152,7 @@ def run_plan(laboratory: Laboratory, plan: Plan) -> RoundResult:
             reset_probability=plan.reset_probability,
         )
     except Exception as error:  # whatever ends an engine is a finding, and the run goes on
-        laboratory.discard(plan.configuration)
+        laboratory.shut_down()
         where = traceback.extract_tb(error.__traceback__)[-1]
         what = f"the engine failed: {error!r} in {where.filename}:{where.lineno}"
         result.findings.append(Finding(plan.seed, plan.configuration, "", what, False, None, {}))

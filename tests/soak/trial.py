@@ -30,7 +30,7 @@ def try_faults(laboratory: Laboratory, console: Console) -> list[str]:
             missed.append(name)
             console.print(f"{name}: NOT FOUND in {compared} requests", markup=False)
             continue
-        laboratory.discard(found.configuration)
+        laboratory.shut_down()
         what = found.mismatches[0].what if found.mismatches else str(_left(found))
         console.print(
             f"{name}: found within {compared} requests ({found.configuration}, "
