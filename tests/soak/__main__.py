@@ -28,8 +28,8 @@ def main(
     resume: Annotated[bool, typer.Option(help="Go on where the report ends.")] = False,
     configuration: Annotated[str | None, typer.Option(help="Use this engine only.")] = None,
     faults: Annotated[
-        bool, typer.Option(help="Plant faults instead, and see whether each is found.")
-    ] = False,
+        str | None, typer.Option(help="Plant this fault instead, or 'all', one after the other.")
+    ] = None,
 ) -> None:
     from tests.soak import trial
     from tests.soak.engines import laboratory
@@ -38,7 +38,7 @@ def main(
 
     if faults:
         with laboratory() as made:
-            missed = trial.try_faults(made, console)
+            missed = trial.try_faults(made, console, faults)
         raise typer.Exit(1 if missed else 0)
     report = Report(out, resume)
     if seed is None:

@@ -148,14 +148,14 @@ def _stops_are_seen_at_the_end_of_a_step_only() -> AbstractContextManager[None]:
     """As if the scheduler looked at the last token of a path alone."""
 
     def make(original: Any) -> Any:
-        def update(self: Any, request: Any, new_token_ids: list[int], *args: Any) -> Any:
+        def update(self: Any, request: Any, new_token_ids: list[int], **kwargs: Any) -> Any:
             check = scheduler.check_stop
             scheduler.check_stop = lambda *_: False
             try:
-                head, _ = original(self, request, new_token_ids[:-1], *args)
+                head, _ = original(self, request, new_token_ids[:-1], **kwargs)
             finally:
                 scheduler.check_stop = check
-            tail, stopped = original(self, request, new_token_ids[-1:], *args)
+            tail, stopped = original(self, request, new_token_ids[-1:], **kwargs)
             return head + tail, stopped
 
         return update
