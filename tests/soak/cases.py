@@ -124,6 +124,8 @@ def random_cases(pick: random.Random, mood: Mood, count: int) -> list[Case]:
 def _case(
     pick: random.Random, name: str, prompt: Sequence[int], params: dict[str, Any], arrival: int
 ) -> Case:
+    if "min_tokens" in params:
+        params = {**params, "min_tokens": min(params["min_tokens"], MAX_MODEL_LEN - len(prompt))}
     return Case(
         name=name,
         prompt=tuple(prompt),
