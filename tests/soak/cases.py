@@ -20,6 +20,7 @@ MAX_MODEL_LEN = 192
 NUM_BYTES = 256
 """Tokens below it are the bytes of the text; the others are names like <extra_260>."""
 
+_OTHER_MODES = ["processed_logprobs", "raw_logits", "processed_logits"]
 # A handful: each is compiled once per engine.
 STRUCTURES: tuple[dict[str, Any], ...] = (
     {"regex": r"[a-f]{3}-[0-9]{4}"},
@@ -81,6 +82,7 @@ class Case:
             repetition_detection=None,
             ignore_eos=True,
             logprobs=None,
+            logprob_token_ids=None,
             prompt_logprobs=None,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
@@ -96,6 +98,11 @@ class Mood:
     """Share of greedy requests."""
     pace: int
     """Most steps between two arrivals."""
+    logprobs_mode: str = "raw_logprobs"
+    """Of the engines."""
+    lists_tokens: bool = False
+    """Whether log-probabilities are asked of listed tokens: vLLM answers requests wrongly that ask
+    for the best ones beside them in a batch."""
 
 
 def random_mood(pick: random.Random) -> Mood:
@@ -106,6 +113,8 @@ def random_mood(pick: random.Random) -> Mood:
         density=pick.choice([0.5, 1.0, 1.0, 1.6]),
         greedy=pick.choice([0.3, 0.5, 0.7]),
         pace=pick.choice([0, 1, 1, 3]),
+        logprobs_mode=pick.choice(["raw_logprobs"] * 3 + _OTHER_MODES),
+        lists_tokens=pick.random() < 0.2,
     )
 
 
@@ -173,6 +182,8 @@ def _random_params(pick: random.Random, mood: Mood) -> dict[str, Any]:
     for probability, make in _FEATURES:
         if pick.random() < probability * mood.density:
             params |= make(pick, params)
+    if mood.lists_tokens and params.pop("logprobs", None) is not None:
+        params["logprob_token_ids"] = pick.sample(range(VOCAB_SIZE), pick.randint(1, 6))
     return _without_contradictions(params)
 
 

@@ -134,6 +134,12 @@ class Engine:
         """Its scheduler."""
         return self.llm.llm_engine.engine_core.engine_core.scheduler
 
+    def set_logprobs_mode(self, mode: str) -> None:
+        """What log-probabilities are, for all requests that come."""
+        sampler = self.runner.sampler
+        for owner in (sampler, sampler.topk_topp_sampler, self.runner.model_config):
+            owner.logprobs_mode = mode
+
     def serve(
         self,
         cases: Sequence[Case],

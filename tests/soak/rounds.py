@@ -74,6 +74,7 @@ class Plan:
     """Plain answers of the determined requests."""
     futures: Futures
     reset_probability: float
+    logprobs_mode: str
 
 
 def configuration_of(seed: int) -> str:
@@ -85,6 +86,7 @@ def make_plan(plain: Engine, seed: int, configuration: str, count: int = REQUEST
     """The requests of a round and what plain vLLM answers."""
     pick = random.Random(seed)
     mood = cases.random_mood(pick)
+    plain.set_logprobs_mode(mood.logprobs_mode)
     first = cases.random_cases(pick, mood, count * 2 // 3)
     expected = _plain_answers(plain, first)
     asked = [
@@ -106,6 +108,7 @@ def make_plan(plain: Engine, seed: int, configuration: str, count: int = REQUEST
         expected=expected,
         futures=_futures(plain, everything, expected),
         reset_probability=pick.choice([0.0, 0.0, 0.02]),
+        logprobs_mode=mood.logprobs_mode,
     )
 
 
@@ -142,6 +145,7 @@ def run_plan(laboratory: Laboratory, plan: Plan) -> RoundResult:
         plan.seed,
     )
     engine.runner.drafter.drafter = drafter
+    engine.set_logprobs_mode(plan.logprobs_mode)
     preempted = engine.preemptions
     result = RoundResult(plan.seed, plan.configuration)
     try:
@@ -233,7 +237,7 @@ def _printable(case: Case) -> dict[str, Any]:
 
 
 def _counts(plan: Plan, outcomes: dict[str, Outcome]) -> Counter[str]:
-    counts: Counter[str] = Counter()
+    counts: Counter[str] = Counter({plan.logprobs_mode: len(plan.cases)})
     for case in plan.cases:
         counts.update(f"asked {name}" for name, value in case.params.items() if value is not None)
         counts["asked greedy"] += case.params["temperature"] == 0
