@@ -27,6 +27,9 @@ def main(
     out: Annotated[Path, typer.Option(help="Report.")] = Path("build/soak.json"),
     resume: Annotated[bool, typer.Option(help="Go on where the report ends.")] = False,
     configuration: Annotated[str | None, typer.Option(help="Use this engine only.")] = None,
+    shrunk: Annotated[
+        bool, typer.Option("--shrink", help="Make the round of this seed as small as still fails.")
+    ] = False,
     faults: Annotated[
         str | None, typer.Option(help="Plant this fault instead, or 'all', one after the other.")
     ] = None,
@@ -34,12 +37,20 @@ def main(
     from tests.soak import trial
     from tests.soak.engines import laboratory
     from tests.soak.report import Report
-    from tests.soak.rounds import run_round
+    from tests.soak.rounds import configuration_of, make_plan, run_round
+    from tests.soak.shrink import describe, shrink
 
     if faults:
         with laboratory() as made:
             missed = trial.try_faults(made, console, faults)
         raise typer.Exit(1 if missed else 0)
+    if shrunk:
+        with laboratory() as made:
+            chosen = configuration or configuration_of(seed or 0)
+            plan = shrink(made, make_plan(made.plain, seed or 0, chosen), console)
+        for line in describe(plan):
+            console.print(line, markup=False, highlight=False)
+        return
     report = Report(out, resume)
     if seed is None:
         seed = report.next_seed or 0

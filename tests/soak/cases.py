@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm import SamplingParams
@@ -363,9 +363,3 @@ _FOLLOW_UPS: tuple[Callable[..., _Change | None], ...] = (
     _bad_word,
     _shortened,
 )
-
-
-def without(case: Case, name: str) -> Case:
-    """`case` without one parameter, for shrinking."""
-    params = {key: value for key, value in case.params.items() if key != name}
-    return replace(case, params=params)

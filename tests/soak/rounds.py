@@ -7,7 +7,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from tests.soak import cases
@@ -70,11 +70,11 @@ class Plan:
     seed: int
     configuration: str
     cases: list[Case]
-    expected: dict[str, Outcome]
-    """Plain answers of the determined requests."""
-    futures: Futures
     reset_probability: float
     logprobs_mode: str
+    expected: dict[str, Outcome] = field(default_factory=dict)
+    """Plain answers of the determined requests."""
+    futures: Futures = field(default_factory=dict)
 
 
 def configuration_of(seed: int) -> str:
@@ -99,17 +99,24 @@ def make_plan(plain: Engine, seed: int, configuration: str, count: int = REQUEST
         if case.is_determined
     ]
     second = cases.follow_ups(pick, asked, count - len(first))
-    expected |= _plain_answers(plain, second)
-    everything = sorted([*first, *second], key=lambda case: case.arrival)
-    return Plan(
+    plan = Plan(
         seed=seed,
         configuration=configuration,
-        cases=everything,
-        expected=expected,
-        futures=_futures(plain, everything, expected),
+        cases=sorted([*first, *second], key=lambda case: case.arrival),
         reset_probability=pick.choice([0.0, 0.0, 0.02]),
         logprobs_mode=mood.logprobs_mode,
     )
+    return _with_futures(plain, plan, expected | _plain_answers(plain, second))
+
+
+def answered(plain: Engine, plan: Plan) -> Plan:
+    """`plan` with what plain vLLM answers to its requests now."""
+    plain.set_logprobs_mode(plan.logprobs_mode)
+    return _with_futures(plain, plan, _plain_answers(plain, plan.cases))
+
+
+def _with_futures(plain: Engine, plan: Plan, expected: dict[str, Outcome]) -> Plan:
+    return replace(plan, expected=expected, futures=_futures(plain, plan.cases, expected))
 
 
 def _plain_answers(plain: Engine, asked: Sequence[Case]) -> dict[str, Outcome]:

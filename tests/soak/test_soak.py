@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from tests.soak import report as reports
+from tests.soak import shrink as shrinking
 from tests.soak.cases import Case
 from tests.soak.compare import broken_rules, differences
 from tests.soak.drafts import identify
 from tests.soak.engines import Completion, Laboratory, Outcome, laboratory
 from tests.soak.faults import FAULTS
 from tests.soak.report import Report
-from tests.soak.rounds import Finding, RoundResult, run_round
+from tests.soak.rounds import Finding, Plan, RoundResult, run_round
 from tests.soak.ties import logit_gap
 
 # Their requests have all parameters, accept drafts, are preempted and aborted, and end in all ways.
@@ -67,6 +70,28 @@ def test_gap_is_that_of_the_logits(lab: Laboratory) -> None:
     assert logit_gap(lab.plain, seeded, 0, answer.token_ids, answer.token_ids[-1]) == 0
     assert (
         logit_gap(lab.plain, seeded, 0, answer.token_ids, (answer.token_ids[-1] + 1) % 288) > 0.01
+    )
+
+
+def test_a_round_is_shrunk_to_what_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    def needed(_: Any, plan: Plan) -> bool:
+        asked = {case.name: case for case in plan.cases}
+        return {"r3", "r17"} <= set(asked) and "top_k" in asked["r3"].params
+
+    monkeypatch.setattr(shrinking, "_shows", needed)
+    monkeypatch.setattr(shrinking, "answered", lambda _, plan: plan)
+    params = {"temperature": 1.0, "seed": 1, "max_tokens": 3, "top_k": 4, "logprobs": 2}
+    cases = [Case(f"r{i}", (1,), dict(params), i, abort_after=2, priority=1) for i in range(20)]
+    made = SimpleNamespace(plain=None)
+    plan = shrinking.shrink(made, Plan(0, "roomy", cases, 0.1, "raw_logprobs"), Console(quiet=True))
+    first, last = plan.cases
+    assert first.params == {"temperature": 1.0, "seed": 1, "max_tokens": 3, "top_k": 4}
+    assert last.params == {"temperature": 1.0, "seed": 1, "max_tokens": 3}
+    assert (last.arrival, last.abort_after, last.priority, plan.reset_probability) == (
+        0,
+        None,
+        0,
+        0,
     )
 
 
