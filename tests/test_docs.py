@@ -39,5 +39,15 @@ assert torch.equal(moved, keys[context + accepted])
     assert done.returncode == 0, done.stderr
 
 
+def test_named_tests_exist() -> None:
+    """Of docs/public-reports.md, which says by which test something holds."""
+    named = re.findall(r"`((?:\w+/)*\w+\.py)::(\w+)`", (DOCS / "public-reports.md").read_text())
+    assert len(named) > 60
+    for path, function in named:
+        file = Path(__file__).parent / path
+        assert file.is_file(), path
+        assert f"def {function}(" in file.read_text(), f"{path}::{function}"
+
+
 def test_there_is_an_example() -> None:
     assert EXAMPLES

@@ -116,7 +116,7 @@ def engine_maker(model: Path) -> Iterator[EngineMaker]:
     engines = []
 
     def make(**options: Any) -> Any:
-        engines.append(start_engine(model, **options))
+        engines.append(start_engine(**{"model": model, **options}))
         return engines[-1]
 
     try:
