@@ -26,6 +26,7 @@ STAGES = {
     "lookup": set(),
     "tree": {"tree"},
     "atomic_file": set(),
+    "divergence": {"atomic_file"},
     "heads": {"atomic_file", "heads"},
     "accept": {"tree"},
     "typical": {"tree"},

@@ -8,6 +8,7 @@ import typer
 
 from medusa_plugin import __version__
 from medusa_plugin.commands.demo import demo
+from medusa_plugin.commands.doctor import doctor
 from medusa_plugin.commands.tune import tune
 
 app = typer.Typer(
@@ -52,3 +53,4 @@ def path() -> None:
 
 app.command()(demo)
 app.command()(tune)
+app.add_typer(doctor)
