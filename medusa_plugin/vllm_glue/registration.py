@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from medusa_plugin.vllm_glue import cli, host, translate
+from medusa_plugin.vllm_glue import cli, hooks, host, translate
 
 _MARK = "_medusa_wrapped"
 
@@ -46,7 +46,7 @@ def register() -> None:
         (
             EngineArgs,
             "from_cli_args",
-            classmethod(_wrap(host.resolve(host.REGISTRATION_HOOKS[2]), _from_cli_args)),
+            classmethod(_wrap(host.resolve(hooks.REGISTRATION_HOOKS[2]), _from_cli_args)),
         ),
         (
             SamplingParams,

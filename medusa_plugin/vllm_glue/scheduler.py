@@ -35,7 +35,7 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import RequestStatus
 
 from medusa_plugin.tree.draft_tree import DraftTree
-from medusa_plugin.vllm_glue import host
+from medusa_plugin.vllm_glue import hooks, host
 
 logger = logging.getLogger("vllm.medusa")
 
@@ -79,7 +79,7 @@ class MedusaScheduler(Scheduler):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        host.check_hooks(host.SCHEDULER_HOOKS)
+        host.check_hooks(hooks.SCHEDULER_HOOKS)
         super().__init__(*args, **kwargs)
         self._drafted: dict[str, ConstrainedTree] = {}
         self._blocks_to_zero: set[int] = set()

@@ -7,7 +7,7 @@ from typing import Any
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from medusa_plugin.vllm_glue import attention, host
+from medusa_plugin.vllm_glue import attention, device_hooks, hooks, host
 from medusa_plugin.vllm_glue.model_runner import MedusaModelRunner
 
 
@@ -26,7 +26,7 @@ class MedusaCPUWorker(CPUWorker):
         Raises:
             UnsupportedHostError: vLLM has changed something that the runner overrides.
         """
-        host.check_hooks(host.WORKER_HOOKS + host.CPU_HOOKS)
+        host.check_hooks(hooks.WORKER_HOOKS + device_hooks.CPU_HOOKS)
         super().init_device()
         host.require_v1_runner(self.use_v2_model_runner)
         self.model_runner = MedusaCPUModelRunner(self.vllm_config, self.device)

@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm.v1.worker.gpu_worker import Worker
 
-from medusa_plugin.vllm_glue import attention_cuda, host
+from medusa_plugin.vllm_glue import attention_cuda, device_hooks, hooks, host
 from medusa_plugin.vllm_glue.model_runner import MedusaModelRunner
 
 
@@ -25,7 +25,7 @@ class MedusaCUDAWorker(Worker):
         Raises:
             UnsupportedHostError: vLLM has changed something that the runner overrides.
         """
-        host.check_hooks(host.WORKER_HOOKS + host.CUDA_HOOKS)
+        host.check_hooks(hooks.WORKER_HOOKS + device_hooks.CUDA_HOOKS)
         host.require_v1_runner(self.use_v2_model_runner)
         return MedusaCUDAModelRunner(self.vllm_config, self.device)
 
