@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,14 @@ import pytest
 import torch
 from vllm import SamplingParams
 from vllm.config.reasoning import ReasoningConfig
+from vllm.reasoning import ReasoningParserManager
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
 from tests.engine import harness
-from tests.engine.conftest import VOCAB_SIZE
+from tests.engine.conftest import MARKS, VOCAB_SIZE
+
+START, END_MARK = next(iter(MARKS)), "</think>"
 
 
 class NoRepeat(LogitsProcessor):
@@ -51,55 +56,98 @@ class NoRepeat(LogitsProcessor):
 
 @pytest.mark.parametrize("draft", harness.HIT_RATES)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_custom_processor(
-    make_engine: Any, random_heads: Path, temperature: float, draft: str
-) -> None:
-    plain = make_engine(logits_processors=[NoRepeat])
-    medusa = make_engine(
-        logits_processors=[NoRepeat],
-        speculative_config={
-            "method": "medusa",
-            "model": str(random_heads),
-            "num_speculative_tokens": harness.MAX_NODES,
-        },
-    )
+def test_custom_processor(processed: tuple[Any, Any], temperature: float, draft: str) -> None:
+    plain, medusa = processed
     requests = harness.prompts(4, lengths=[3, 20, 70], vocab_size=VOCAB_SIZE, seed=1)
     params = SamplingParams(temperature=temperature, seed=4, max_tokens=24, ignore_eos=True)
     expected = harness.answers(plain, requests, params)
-    drafter = harness.plant(
-        medusa, [harness.BUSHY, harness.DEEP], VOCAB_SIZE, harness.HIT_RATES[draft]
-    )
-    for request, known in zip(requests, expected, strict=True):
-        drafter.learn(request, known[0].token_ids)
-    assert harness.answers(medusa, requests, params) == expected
-    if draft == "oracle":
-        assert sum(drafter.accepted) > 0
+    assert_same(medusa, requests, params, expected, draft)
 
 
-@pytest.mark.parametrize("draft", ["oracle", "adversarial"])
-def test_thinking_budgets(make_engine: Any, random_heads: Path, draft: str) -> None:
+@pytest.mark.parametrize("draft", harness.HIT_RATES)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_thinking_budgets(thinkers: tuple[Any, Any], temperature: float, draft: str) -> None:
     """The end of thinking is forced on the requests whose budget is spent, not on row 0."""
-    reasoning = {"reasoning_start_str": "<", "reasoning_end_str": "#@"}
-    plain = make_engine(reasoning_config=ReasoningConfig(**reasoning))
-    medusa = make_engine(
-        reasoning_config=ReasoningConfig(**reasoning),
-        speculative_config={
-            "method": "medusa",
-            "model": str(random_heads),
-            "num_speculative_tokens": harness.MAX_NODES,
-        },
-    )
-    start = plain.get_tokenizer().encode("<", add_special_tokens=False)
-    requests = [[1, 2, 3], [4, 5, 6, *start], [7, 8, 9, *start]]
+    plain, medusa = thinkers
+    requests = [[1, 2, 3], [4, 5, 6, START], [7, 8, 9, START]]
     params = [
-        SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, thinking_token_budget=budget)
+        SamplingParams(
+            temperature=temperature,
+            seed=1,
+            max_tokens=20,
+            ignore_eos=True,
+            thinking_token_budget=budget,
+        )
         for budget in (None, 5, 9)
     ]
     expected = harness.answers(plain, requests, params)
-    assert "#@" in expected[1][0].text
+    assert END_MARK in expected[1][0].text
+    assert_same(medusa, requests, params, expected, draft)
+
+
+@pytest.mark.parametrize("draft", harness.HIT_RATES)
+def test_a_grammar_follows_a_spent_budget(
+    thinkers: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, draft: str
+) -> None:
+    """Thinking is free until its end is forced; from there on the grammar rules."""
+    plain, medusa = thinkers
+    parser = ReasoningParserManager.get_reasoning_parser("deepseek_r1")
+    for engine in thinkers:
+        scheduler = engine.llm_engine.engine_core.engine_core.scheduler
+        monkeypatch.setattr(scheduler.structured_output_manager, "reasoner_cls", parser)
+    requests = [[i, 5, 6, START] for i in range(4)]
+    params = [
+        SamplingParams(
+            temperature=0.8,
+            seed=1,
+            max_tokens=40,
+            thinking_token_budget=budget,
+            structured_outputs=StructuredOutputsParams(regex="([a-f]{3}-[0-9]{2} ){3}"),
+        )
+        for budget in (3, 4, 5, 6)
+    ]
+    expected = harness.answers(plain, requests, params)
+    for [answer] in expected:
+        assert re.search(r"</think>([a-f]{3}-[0-9]{2} ){3}$", answer.text)
+    assert_same(medusa, requests, params, expected, draft)
+
+
+def assert_same(
+    medusa: Any,
+    requests: list[list[int]],
+    params: Any,
+    expected: list[list[harness.Answer]],
+    draft: str,
+) -> None:
     drafter = harness.plant(medusa, [harness.BUSHY], VOCAB_SIZE, harness.HIT_RATES[draft])
     for request, known in zip(requests, expected, strict=True):
         drafter.learn(request, known[0].token_ids)
     assert harness.answers(medusa, requests, params) == expected
     if draft == "oracle":
+        assert drafter.branching_steps > 0
         assert sum(drafter.accepted) > 0
+
+
+@pytest.fixture(scope="module")
+def thinkers(make_engine: Any, random_heads: Path) -> tuple[Any, Any]:
+    """Plain vLLM and Medusa, both with thinking budgets."""
+    reasoning = {"reasoning_start_str": "<think>", "reasoning_end_str": END_MARK}
+    return make_engine(reasoning_config=ReasoningConfig(**reasoning)), make_engine(
+        reasoning_config=ReasoningConfig(**reasoning), speculative_config=speculative(random_heads)
+    )
+
+
+@pytest.fixture(scope="module")
+def processed(make_engine: Any, random_heads: Path) -> tuple[Any, Any]:
+    """Plain vLLM and Medusa, both with a processor of their own."""
+    return make_engine(logits_processors=[NoRepeat]), make_engine(
+        logits_processors=[NoRepeat], speculative_config=speculative(random_heads)
+    )
+
+
+def speculative(heads: Path) -> dict[str, Any]:
+    return {
+        "method": "medusa",
+        "model": str(heads),
+        "num_speculative_tokens": harness.MAX_NODES,
+    }

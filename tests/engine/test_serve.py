@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.engine.conftest import MARKS, VOCAB_SIZE
 
 VLLM = str(Path(sys.executable).with_name("vllm"))
 START_SECONDS = 300
@@ -104,6 +107,8 @@ def server(
         # Random heads lose, so an engine that weighs its sizes soon drafts nothing.
         *("--medusa-sizes", "fixed"),
         *("--chat-template", "{{ messages[0].content }}"),
+        *("--reasoning-parser", "deepseek_r1"),
+        *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
     )
     running.wait()
     yield running
@@ -195,6 +200,71 @@ def test_request_options_by_http(server: Server, tiny_model: Path) -> None:
     answer = json.loads(server.post("/v1/completions", asked | {"temperature": 1.0, "seed": 1}))
     assert answer["usage"]["completion_tokens"] == 40
     assert server.counter("vllm:spec_decode_num_draft_tokens_total") > before
+
+
+WORD_PATTERN = re.compile("[a-zA-Z0-9]{8,16}")
+WORD = {
+    "type": "object",
+    "properties": {"word": {"type": "string", "pattern": f"^{WORD_PATTERN.pattern}$"}},
+    "required": ["word"],
+    "additionalProperties": False,
+}
+TOOL = {"type": "function", "function": {"name": "say", "parameters": WORD, "strict": True}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "w", "schema": WORD}}},
+        {"tools": [TOOL], "tool_choice": "required"},
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "say"}}},
+    ],
+    ids=["json_schema", "required_tool", "named_tool"],
+)
+def test_structured_answers_after_reasoning(
+    server: Server, tiny_model: Path, asked: dict[str, Any], stream: bool
+) -> None:
+    """Drafted or not, the same reasoning and the same answer, which conforms."""
+    [end] = [token for token, mark in MARKS.items() if mark == "</think>"]
+    # Printable text only: in spaces between the parts of JSON a random model would go on for ever,
+    # and bytes that are no text depend on how a stream is cut.
+    bias = {str(token): -100 for token in range(94, VOCAB_SIZE)} | {str(end): 6}
+    body = {
+        "model": str(tiny_model), "messages": [{"role": "user", "content": "some words"}],
+        "max_tokens": 120, "temperature": 1.0, "seed": 1, **asked,
+        "logit_bias": bias,
+    }  # fmt: skip
+    undrafted = body | {"vllm_xargs": {"medusa": '{"enabled": false}'}}
+    name = "vllm:spec_decode_num_draft_tokens_total"
+    before = server.counter(name)
+    expected = chat_message(server, undrafted, stream)
+    assert server.counter(name) == before
+    found = chat_message(server, body, stream)
+    assert server.counter(name) > before
+    assert found == expected
+    reasoning, tool, answer = found
+    assert reasoning
+    assert tool == ("say" if "tools" in asked else "")
+    assert WORD_PATTERN.fullmatch(json.loads(answer)["word"])
+
+
+def chat_message(server: Server, body: dict[str, Any], stream: bool) -> tuple[str, str, str]:
+    """Reasoning, name of the tool called, and its arguments or the content."""
+    answer = server.post("/v1/chat/completions", body | {"stream": stream})
+    if stream:
+        lines = answer.splitlines()
+        events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        parts = [choice["delta"] for event in events for choice in event["choices"]]
+    else:
+        parts = [json.loads(answer)["choices"][0]["message"]]
+    calls = [call["function"] for part in parts for call in part.get("tool_calls") or ()]
+    return (
+        "".join(part.get("reasoning") or "" for part in parts),
+        "".join(call.get("name") or "" for call in calls),
+        "".join(call.get("arguments") or "" for call in calls)
+        + "".join(part.get("content") or "" for part in parts),
+    )
 
 
 def test_help_shows_our_flags() -> None:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import pickle
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from medusa_plugin.tree.draft_tree import DraftTree
 from medusa_plugin.tree.token_tree import TokenTree
-from medusa_plugin.vllm_glue.scheduler import ConstrainedTree, DraftTrees, _first_rows
+from medusa_plugin.vllm_glue.scheduler import (
+    ConstrainedTree,
+    DraftTrees,
+    MedusaScheduler,
+    _first_rows,
+)
 
 TREE = DraftTree.on(TokenTree.from_choices([[0], [1], [0, 0], [0, 1], [1, 0]]), [5, 6, 7, 8, 9])
 
@@ -34,6 +40,41 @@ def test_a_grant_keeps_what_is_allowed_of_it() -> None:
     nothing = drafted.granted([])
     assert nothing is not None
     assert not list(nothing.paths())
+
+
+class AllowAll:
+    """In place of vLLM's grammars."""
+
+    def validate_tokens(self, request: object, spec_tokens: list[int]) -> list[int]:
+        return spec_tokens
+
+
+@pytest.mark.parametrize("state", ["running", "finished", "prefill", "gone"])
+@pytest.mark.parametrize("draft", [[5, 6], []], ids=["chain", "nothing"])
+def test_a_tree_lives_until_the_next_draft(state: str, draft: list[int]) -> None:
+    """Also where the next draft begins with the tree's very tokens."""
+    scheduler = MedusaScheduler.__new__(MedusaScheduler)
+    scheduler._drafted, scheduler.structured_output_manager = {}, AllowAll()
+    request = SimpleNamespace(
+        spec_token_ids=[], is_prefill_chunk=False, is_finished=lambda: state == "finished"
+    )
+    scheduler.requests = {"a": request}
+    tokens = TREE.tokens.tolist()
+    scheduler.update_draft_token_ids(DraftTrees(["a"], [tokens], [TREE]))
+    if state == "finished":
+        assert (request.spec_token_ids, scheduler._drafted) == ([], {})
+        return
+    assert request.spec_token_ids == tokens
+    scheduler.update_draft_token_ids(DraftTrees([], [], []))  # a step without this request
+    assert request.spec_token_ids == tokens
+    assert list(scheduler._drafted) == ["a"]
+    request.is_prefill_chunk = state == "prefill"
+    if state == "gone":
+        scheduler.requests = {}
+    scheduler.update_draft_token_ids(DraftTrees(["a"], [draft], [None]))
+    assert scheduler._drafted == {}
+    if state == "running":
+        assert request.spec_token_ids == draft
 
 
 @pytest.mark.parametrize(
