@@ -66,6 +66,7 @@ def write_tiny_model(directory: Path) -> Path:
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens(list(MARKS.values()))  # in texts too they are one token each
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=f"<extra_{EOS_TOKEN_ID}>"
     ).save_pretrained(directory)

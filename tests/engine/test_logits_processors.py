@@ -15,7 +15,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
 from tests.engine import harness
-from tests.engine.conftest import MARKS, VOCAB_SIZE
+from tests.engine.conftest import EOS_TOKEN_ID, MARKS, VOCAB_SIZE
 
 START, END_MARK = next(iter(MARKS)), "</think>"
 
@@ -102,6 +102,7 @@ def test_a_grammar_follows_a_spent_budget(
             seed=1,
             max_tokens=40,
             thinking_token_budget=budget,
+            logit_bias={EOS_TOKEN_ID: -100},
             structured_outputs=StructuredOutputsParams(regex="([a-f]{3}-[0-9]{2} ){3}"),
         )
         for budget in (3, 4, 5, 6)
