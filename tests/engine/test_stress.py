@@ -131,6 +131,23 @@ def run(llm: Any, arrivals: list[Arrival], medusa: bool) -> dict[str, Any]:
     return outputs
 
 
+def assert_equal(found: dict[str, Any], expected: dict[str, Any], arrivals: list[Arrival]) -> None:
+    """What `run` found with Medusa is what it expected without, for all that ran to their end."""
+    assert {a.request_id for a in arrivals if a.abort_after is None} <= set(found)
+    for request_id, ours in found.items():
+        theirs = expected[request_id]
+        assert ours.token_ids == theirs.token_ids, request_id
+        assert (ours.text, ours.finish_reason, ours.stop_reason) == (
+            theirs.text,
+            theirs.finish_reason,
+            theirs.stop_reason,
+        )
+        for mine, known in zip(ours.logprobs or (), theirs.logprobs or (), strict=True):
+            assert mine.keys() == known.keys()
+            for token, value in known.items():
+                assert mine[token].logprob == pytest.approx(value.logprob, abs=1e-4, rel=1e-5)
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", CONFIGS)
 def test_random_traffic(make_engine: Any, random_heads: Path, name: str, seed: int) -> None:
@@ -151,19 +168,7 @@ def test_random_traffic(make_engine: Any, random_heads: Path, name: str, seed: i
     for arrival in arrivals:
         drafter.learn(arrival.prompt, expected[arrival.request_id].token_ids)
     found = run(medusa, arrivals, medusa=True)
-    assert {a.request_id for a in arrivals if a.abort_after is None} <= set(found)
-    for request_id, ours in found.items():
-        theirs = expected[request_id]
-        assert ours.token_ids == theirs.token_ids, request_id
-        assert (ours.text, ours.finish_reason, ours.stop_reason) == (
-            theirs.text,
-            theirs.finish_reason,
-            theirs.stop_reason,
-        )
-        for mine, known in zip(ours.logprobs or (), theirs.logprobs or (), strict=True):
-            assert mine.keys() == known.keys()
-            for token, value in known.items():
-                assert mine[token].logprob == pytest.approx(value.logprob, abs=1e-4, rel=1e-5)
+    assert_equal(found, expected, arrivals)
     assert sum(drafter.accepted) > 20
     assert drafter.branching_steps > 20
     runner = harness.runner_of(medusa)
