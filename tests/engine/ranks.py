@@ -130,6 +130,18 @@ def candidates(
     return found.token_ids, found.log_probs
 
 
+def swap_embedding(worker: Any, token: int, row: torch.Tensor) -> torch.Tensor | None:
+    """Put `row` in the place of what `token` is embedded as, on the rank that holds it, which
+    returns what was there."""
+    layer = worker.model_runner.model.model.embed_tokens
+    first, end = layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index
+    if not first <= token < end:
+        return None
+    found = layer.weight.data[token - first].clone()
+    layer.weight.data[token - first] = row
+    return found
+
+
 def measure_costs(worker: Any, caches: list[Path]) -> StepCosts | None:
     """Measure as at start, each rank with a cache directory of its own."""
     runner = worker.model_runner

@@ -153,6 +153,31 @@ def test_unseeded_sampling_keeps_the_ranks_together(medusa: Any) -> None:
     assert any(rows for step, _ in agreed_steps(medusa) for rows, _ in step)
 
 
+def test_numbers_that_are_not_finite_end_their_request_alone(plain: Any, medusa: Any) -> None:
+    """One rank's row of the embedding is damaged: both ranks clean up after who reads it."""
+    token = VOCAB_SIZE - 1
+    requests = harness.prompts(5, lengths=[9, 40, 70], vocab_size=token, seed=37)
+    requests[2][-1] = token
+    params = PARAMS["greedy"]
+    expected = harness.answers(plain, requests, params)
+    drafter = PlantedDrafter([harness.BUSHY, harness.DEEP], VOCAB_SIZE, 0.6)
+    # Drafts are full of it, in the requests that never read it too.
+    drafter.alphabet = [token, *range(20)]
+    for request, known in zip(requests, expected, strict=True):
+        drafter.learn(request, known[0].token_ids)
+        assert token not in known[0].token_ids[:-1]
+    medusa.collective_rpc(ranks.plant, args=(drafter,))
+    damage = torch.full((HIDDEN_SIZE,), torch.nan)
+    held = medusa.collective_rpc(ranks.swap_embedding, args=(token, damage))
+    assert held[0] is None, "the rank that decides holds it itself"
+    found = harness.answers(medusa, requests, params)
+    assert (found[2][0].token_ids, found[2][0].finish_reason) == ((), "error")
+    assert found[:2] + found[3:] == expected[:2] + expected[3:]
+    medusa.collective_rpc(ranks.swap_embedding, args=(token, held[1]))
+    assert harness.answers(medusa, requests, params) == expected
+    agreed_steps(medusa)
+
+
 def test_own_heads_whose_sizes_follow_the_cost(plain: Any, medusa: Any, tmp_path: Path) -> None:
     """Costs are measured in step, although the ranks' clocks and cached costs differ."""
     caches = [tmp_path / "first", tmp_path / "second"]
