@@ -60,6 +60,14 @@ class Case:
         """Answers that it gets."""
         return int(self.params.get("n", 1))
 
+    def amplification(self, logprobs_mode: str) -> float:
+        """How many times the model's rounding its log-probabilities may carry."""
+        if not logprobs_mode.startswith("processed"):
+            return 1.0
+        penalty = self.params.get("repetition_penalty", 1.0)
+        temperature = self.params["temperature"] or 1.0  # greedy logits are not divided
+        return max(1.0, penalty, 1 / penalty) / min(1.0, temperature)
+
     def sampling_params(self, **changes: Any) -> SamplingParams:
         """The parameters without those for Medusa, changed."""
         params = {**self.params, **changes}

@@ -12,8 +12,8 @@ from tests.soak.cases import MAX_MODEL_LEN, Case
 from tests.soak.engines import Completion, Outcome
 
 TOLERANCE = 1e-4
-"""Of log-probabilities and of logits: what float32 sums differ by in another order is below a
-third of it on the tiny model."""
+"""Of log-probabilities and of logits, before anything amplifies them: about three times what
+float32 sums differ by in another order on the tiny model."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,14 @@ class Difference:
     """Known to be within `TOLERANCE`."""
 
 
-def differences(case: Case, ours: Outcome, plain: Outcome) -> list[Difference]:
-    """All differences of a determined request; an aborted one may end early."""
+def differences(ours: Outcome, plain: Outcome, tolerance: float = TOLERANCE) -> list[Difference]:
+    """All differences of a determined request; an aborted one may end early.
+
+    Args:
+        ours: of the engine under test.
+        plain: of plain vLLM.
+        tolerance: of log-probabilities.
+    """
     found = list(_prompt(ours, plain))
     if not ours.aborted and sorted(ours.completions) != sorted(plain.completions):
         found.append(
@@ -40,7 +46,7 @@ def differences(case: Case, ours: Outcome, plain: Outcome) -> list[Difference]:
     for index, mine in sorted(ours.completions.items()):
         theirs = plain.completions.get(index)
         if theirs is not None:
-            found += _completion(index, mine, theirs, may_be_cut=ours.aborted)
+            found += _completion(index, mine, theirs, tolerance, may_be_cut=ours.aborted)
     return found
 
 
@@ -52,11 +58,11 @@ def _prompt(ours: Outcome, plain: Outcome) -> Iterator[Difference]:
         if mine is not theirs:
             yield Difference(f"prompt logprobs {mine}, not {theirs}")
         return
-    yield from _logprobs("prompt logprobs", 0, mine, theirs)
+    yield from _logprobs("prompt logprobs", 0, mine, theirs, TOLERANCE)
 
 
 def _completion(
-    index: int, mine: Completion, theirs: Completion, may_be_cut: bool
+    index: int, mine: Completion, theirs: Completion, tolerance: float, may_be_cut: bool
 ) -> Iterator[Difference]:
     cut = may_be_cut and mine.finish_reason in (None, "abort")
     for position, pair in enumerate(zip(mine.token_ids, theirs.token_ids, strict=False)):
@@ -80,11 +86,12 @@ def _completion(
     elif len(mine.logprobs) != counts[0]:
         yield Difference(f"{len(mine.logprobs)} logprobs for {counts[0]} tokens", index)
     else:
-        yield from _logprobs("logprobs", index, mine.logprobs, theirs.logprobs[: counts[0]])
+        known = theirs.logprobs[: counts[0]]
+        yield from _logprobs("logprobs", index, mine.logprobs, known, tolerance)
 
 
 def _logprobs(
-    name: str, index: int, mine: Sequence[Any], theirs: Sequence[Any]
+    name: str, index: int, mine: Sequence[Any], theirs: Sequence[Any], tolerance: float
 ) -> Iterator[Difference]:
     if len(mine) != len(theirs):
         yield Difference(f"{len(mine)} {name}, not {len(theirs)}", index)
@@ -95,7 +102,7 @@ def _logprobs(
             if ours is not plain:
                 yield Difference(f"{name} at {position}: {ours}, not {plain}", index)
             continue
-        yield from _one_position(f"{name} at {position}", index, ours, plain)
+        yield from _one_position(f"{name} at {position}", index, ours, plain, tolerance)
 
 
 def _possible(entry: dict[int, Any] | None) -> dict[int, Any] | None:
@@ -106,11 +113,11 @@ def _possible(entry: dict[int, Any] | None) -> dict[int, Any] | None:
 
 
 def _one_position(
-    name: str, index: int, ours: dict[int, Any], plain: dict[int, Any]
+    name: str, index: int, ours: dict[int, Any], plain: dict[int, Any], tolerance: float
 ) -> Iterator[Difference]:
     for token in ours.keys() & plain.keys():
         mine, theirs = ours[token], plain[token]
-        if not _close(mine.logprob, theirs.logprob):
+        if not _close(mine.logprob, theirs.logprob, tolerance):
             yield Difference(f"{name}: token {token} {mine.logprob}, not {theirs.logprob}", index)
         elif mine.decoded_token != theirs.decoded_token:
             yield Difference(
@@ -127,7 +134,7 @@ def _one_position(
     if list(ours) == list(plain):
         return
     only = [entry[t] for entry, t in _unshared(ours, plain)]
-    level = len(ours) == len(plain) and _level(only or [*ours.values()])
+    level = len(ours) == len(plain) and _level(only or [*ours.values()], tolerance)
     yield Difference(f"{name}: tokens {list(ours)}, not {list(plain)}", index, is_rounding=level)
 
 
@@ -137,13 +144,13 @@ def _unshared(ours: dict[int, Any], plain: dict[int, Any]) -> list[tuple[dict[in
     ]
 
 
-def _level(entries: Sequence[Any]) -> bool:
+def _level(entries: Sequence[Any], tolerance: float) -> bool:
     values = sorted(entry.logprob for entry in entries)
-    return any(b - a < TOLERANCE for a, b in itertools.pairwise(values))
+    return any(b - a < tolerance for a, b in itertools.pairwise(values))
 
 
-def _close(first: float, second: float) -> bool:
-    return first == second or abs(first - second) <= TOLERANCE
+def _close(first: float, second: float, tolerance: float) -> bool:
+    return first == second or abs(first - second) <= tolerance
 
 
 def broken_rules(case: Case, outcome: Outcome) -> list[Difference]:

@@ -208,7 +208,8 @@ def _judge(plain: Engine, plan: Plan, case: Case, ours: Outcome) -> Iterator[Fin
     if not case.is_determined:
         found = broken_rules(case, ours)
     else:
-        found = differences(case, ours, plan.expected[case.name])
+        tolerance = TOLERANCE * case.amplification(plan.logprobs_mode)
+        found = differences(ours, plan.expected[case.name], tolerance)
     for difference in found:
         gap = _gap(plain, plan, case, difference)
         is_tie = difference.is_rounding or (gap is not None and gap < TOLERANCE)
