@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -259,12 +258,8 @@ class Laboratory:
 
         They share vLLM's process groups, so one that failed cannot be ended alone.
         """
-        gc.freeze()  # each shutdown collects garbage twice, a second each among all of vLLM
-        try:
-            for engine in self._engines.values():
-                engine.shut_down()
-        finally:
-            gc.unfreeze()
+        for engine in self._engines.values():
+            engine.shut_down()
         self._engines.clear()
 
     def _engine(self, name: str, options: dict[str, Any]) -> Engine:
