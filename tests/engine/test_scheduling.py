@@ -10,6 +10,7 @@ import torch
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
+from medusa_plugin.tree.token_tree import TokenTree
 from tests.engine import harness
 from tests.engine.conftest import VOCAB_SIZE
 
@@ -62,11 +63,31 @@ def record_batches(engine: Any) -> set[tuple[str, ...]]:
                 seen.add("tree")
             elif length > tree.num_rows:
                 seen.add("chunk")
+            elif not tree.num_nodes:
+                seen.add("plain")
         kinds.add(tuple(sorted(seen, reverse=True)))
         return granted
 
     runner._grant = grant
     return kinds
+
+
+def test_trees_beside_chunks_and_plain_decode(
+    make_engine: Any, plain: Any, random_heads: Path
+) -> None:
+    """Rows are found by cumulated tree sizes; requests draft in one step and not in the next."""
+    medusa = make_engine(
+        max_num_batched_tokens=64, max_num_seqs=6, speculative_config=speculative(random_heads)
+    )
+    requests = harness.prompts(12, lengths=[3, 50, 130, 200], vocab_size=VOCAB_SIZE, seed=6)
+    drafter = harness.plant(
+        medusa, [harness.BUSHY, harness.DEEP, TokenTree.chain(0)], VOCAB_SIZE, 0.8
+    )
+    harness.teach(drafter, plain, requests, GREEDY)
+    kinds = record_batches(medusa)
+    assert harness.answers(medusa, requests, GREEDY) == harness.answers(plain, requests, GREEDY)
+    harness.assert_draft_did_its_part(drafter, harness.BUSHY)
+    assert ("tree", "plain", "chunk") in kinds
 
 
 @pytest.mark.parametrize("draft", harness.HIT_RATES)
@@ -75,6 +96,7 @@ def test_prefix_cache_hits_of_every_length(
 ) -> None:
     """Whole-prompt hits get -1 placeholder drafts; partial ones resume inside the prompt."""
     medusa = make_engine(enable_prefix_caching=True, speculative_config=speculative(random_heads))
+    watch_input_ids(medusa)
     [base] = harness.prompts(1, lengths=[130], vocab_size=VOCAB_SIZE, seed=2)
     # The second block-aligned copy is a whole-prompt hit; others share 1, 2, 3 or 4 blocks.
     requests = [base[:129], base[:129], base[:96], base[:97], base[:65], base[:64], base[:33]]
@@ -107,17 +129,48 @@ def test_preemption_with_a_tiny_cache(
         medusa, [harness.BUSHY, harness.DEEP], VOCAB_SIZE, harness.HIT_RATES[draft]
     )
     harness.teach(drafter, plain, requests, params)
-    scheduler = medusa.llm_engine.engine_core.engine_core.scheduler
-    original, preempted = scheduler._preempt_request, []
-
-    def preempt(request: Any, *args: Any, **kwargs: Any) -> Any:
-        preempted.append(request.request_id)
-        return original(request, *args, **kwargs)
-
-    scheduler._preempt_request = preempt
+    watch_input_ids(medusa)
+    preempted = watch_preemptions(medusa)
     assert harness.answers(medusa, requests, params) == harness.answers(plain, requests, params)
     assert preempted, "the cache was not small enough to preempt anything"
     harness.assert_draft_did_its_part(drafter, harness.BUSHY)
+
+
+def scheduler_of(engine: Any) -> Any:
+    return engine.llm_engine.engine_core.engine_core.scheduler
+
+
+def watch_input_ids(engine: Any) -> None:
+    """From now on the model must see token ids only: the scheduler pads drafts with -1."""
+    runner = harness.runner_of(engine)
+    original = runner._model_forward
+
+    def forward(input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        assert 0 <= int(input_ids.min()) <= int(input_ids.max()) < VOCAB_SIZE
+        return original(input_ids, *args, **kwargs)
+
+    runner._model_forward = forward
+
+
+def watch_preemptions(engine: Any) -> list[str]:
+    """Ids of requests preempted from now on; their drafts and trees must be gone by then."""
+    scheduler, runner = scheduler_of(engine), harness.runner_of(engine)
+    original, original_update = scheduler._preempt_request, runner._update_states
+    preempted: list[str] = []
+
+    def preempt(request: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(request, *args, **kwargs)
+        assert not request.spec_token_ids
+        preempted.append(request.request_id)
+        return result
+
+    def update_states(scheduler_output: Any) -> Any:
+        result = original_update(scheduler_output)
+        assert not runner._proposed.keys() & (scheduler_output.preempted_req_ids or set())
+        return result
+
+    scheduler._preempt_request, runner._update_states = preempt, update_states
+    return preempted
 
 
 def test_abort_and_reuse_of_a_request_id(make_engine: Any, plain: Any, random_heads: Path) -> None:
@@ -148,6 +201,45 @@ def test_abort_and_reuse_of_a_request_id(make_engine: Any, plain: Any, random_he
         assert finished == {"same-id": expected["second"], "other": expected["other"]}
     runner = harness.runner_of(medusa)
     assert not runner.requests or set(runner._proposed) <= set(runner.requests)
+    # A step in which there is nothing to do, and whatever aborted requests held.
+    engine.add_request("last", {"prompt_token_ids": first}, params)
+    engine.step()
+    engine.abort_request(["last"])
+    assert engine.step() == []
+    pool = scheduler_of(medusa).kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "blocks leaked"
+    assert not runner._proposed
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_requests_kept_while_the_engine_sleeps(
+    make_engine: Any, plain: Any, random_heads: Path, level: int
+) -> None:
+    """On a CPU sleeping is a pause; from level 1 on, requests are preempted and start anew."""
+    medusa = make_engine(speculative_config=speculative(random_heads))
+    requests = harness.prompts(4, lengths=[20, 70], vocab_size=VOCAB_SIZE, seed=7)
+    drafter = harness.plant(medusa, [harness.BUSHY], VOCAB_SIZE, 0.7)
+    harness.teach(drafter, plain, requests, GREEDY)
+    watch_input_ids(medusa)
+    preempted = watch_preemptions(medusa)
+    engine = medusa.llm_engine
+    params = GREEDY.clone()
+    params.output_kind = RequestOutputKind.FINAL_ONLY
+    for i, request in enumerate(requests):
+        engine.add_request(str(i), {"prompt_token_ids": request}, params)
+    finished = {}
+    for round_ in range(200):
+        if round_ in (2, 5):
+            medusa.sleep(level=level, mode="keep")
+            assert engine.step() == []
+            medusa.wake_up()
+        for output in engine.step():
+            if output.finished:
+                finished[output.request_id] = tuple(output.outputs[0].token_ids)
+        if not engine.has_unfinished_requests():
+            break
+    assert [finished[str(i)] for i in range(4)] == harness.texts(plain, requests, GREEDY)
+    assert bool(preempted) == (level > 0)
 
 
 @pytest.mark.parametrize("shape", ["bushy", "deep", "wide"])
