@@ -150,8 +150,6 @@ class MedusaModelRunner(GPUModelRunner):
         # Slots come from the linear positions, so vLLM computes them before we change positions.
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         granted = self._grant(scheduler_output.scheduled_spec_decode_tokens)
-        # The scheduler pads requests with -1, which is no row of the embedding table.
-        self.input_ids.gpu[: scheduler_output.total_num_scheduled_tokens].clamp_(min=0)
         if granted.branching:
             rows, positions = granted.tree_positions()
             device = self.positions.device

@@ -24,7 +24,7 @@ def require_supported_engine(vllm_config: Any) -> None:
     """Raise `UnsupportedFeatureError` naming every feature of `vllm_config` in the way."""
     found = [
         *_platform(),
-        *_attention(vllm_config),
+        *_cuda(vllm_config),
         *_parallelism(vllm_config),
         *_model(vllm_config.model_config),
         *_cache(vllm_config),
@@ -58,7 +58,7 @@ def _platform() -> Iterator[str]:
         yield f"platform {current_platform.device_name} (only cpu and cuda)"
 
 
-def _attention(vllm_config: Any) -> Iterator[str]:
+def _cuda(vllm_config: Any) -> Iterator[str]:
     if not current_platform.is_cuda():
         return
     backend = vllm_config.attention_config.backend
@@ -66,6 +66,8 @@ def _attention(vllm_config: Any) -> Iterator[str]:
         yield f"attention backend {backend.name} (only FLASH_ATTN)"
     if vllm_config.model_config.dtype not in (torch.float16, torch.bfloat16):
         yield f"{vllm_config.model_config.dtype} on a GPU (only float16 and bfloat16)"
+    if vllm_config.model_config.enable_sleep_mode:
+        yield "sleep mode, whose level 2 drops the heads' weights"
 
 
 def _parallelism(vllm_config: Any) -> Iterator[str]:

@@ -88,9 +88,13 @@ def write_random_heads(directory: Path) -> Path:
         tensors[f"{head}.0.linear.weight"] = torch.randn(shape, generator=generator) * 0.1
         tensors[f"{head}.0.linear.bias"] = torch.randn(HIDDEN_SIZE, generator=generator) * 0.1
     save_file(tensors, directory / "medusa_lm_head.safetensors")
-    (directory / "config.json").write_text(
-        json.dumps({"medusa_num_heads": NUM_HEADS, "medusa_num_layers": 1, "version": "2"})
-    )
+    config = {
+        "medusa_num_heads": NUM_HEADS,
+        "medusa_num_layers": 1,
+        "version": "2",
+        "max_position_embeddings": 8,  # says nothing of the target: heads have no positions
+    }
+    (directory / "config.json").write_text(json.dumps(config))
     return directory
 
 

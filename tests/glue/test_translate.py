@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.config import StructuredOutputsConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from medusa_plugin.config import MedusaConfigError
 from medusa_plugin.embedded import embedded_heads_path, ensure_embedded_model
-from medusa_plugin.vllm_glue import translate
+from medusa_plugin.vllm_glue import support, translate
 from medusa_plugin.vllm_glue.support import UnsupportedFeatureError
 
 HEADS = str(embedded_heads_path())
@@ -196,6 +198,29 @@ def test_unsupported_features_are_refused_by_name(options: dict[str, Any], name:
     args = engine_args(speculative_config=speculative(), max_model_len=512, **options)
     with pytest.raises(UnsupportedFeatureError, match=name):
         args.create_engine_config()
+
+
+def test_async_scheduling_is_refused_by_vllm() -> None:
+    """Its placeholders are no trees; where it was not asked for, it is off."""
+    args = engine_args(speculative_config=speculative(), max_model_len=512, async_scheduling=True)
+    with pytest.raises(ValueError, match="async scheduling is only supported"):
+        args.create_engine_config()
+    args = engine_args(speculative_config=speculative(), max_model_len=512)
+    assert args.create_engine_config().scheduler_config.async_scheduling is False
+
+
+def test_sleep_mode_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU vLLM refuses it itself."""
+    with pytest.raises(ValueError, match="Sleep mode is not supported"):
+        engine_args(speculative_config=speculative(), enable_sleep_mode=True).create_engine_config()
+    config = engine_args(speculative_config=speculative(), max_model_len=512).create_engine_config()
+    gpu = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True)
+    monkeypatch.setattr(support, "current_platform", gpu)
+    config.model_config.dtype = torch.bfloat16
+    support.require_supported_engine(config)
+    config.model_config.enable_sleep_mode = True
+    with pytest.raises(UnsupportedFeatureError, match="sleep mode"):
+        support.require_supported_engine(config)
 
 
 @pytest.mark.parametrize(
