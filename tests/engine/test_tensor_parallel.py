@@ -22,7 +22,7 @@ from tests.engine.drafters import PlantedDrafter
 from tests.engine.test_stress import assert_equal, random_arrivals, random_trees
 from tests.engine.test_stress import run as run_arrivals
 
-pytestmark = pytest.mark.timeout(150)  # a rank that waits for another one fails the test
+pytestmark = pytest.mark.timeout(300)  # a rank that waits for another one fails the test
 
 MAX_MODEL_LEN = 256
 PARAMS = {
