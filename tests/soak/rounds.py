@@ -19,7 +19,7 @@ from tests.soak.ties import logit_gap
 
 REQUESTS = 240
 """Of one round."""
-MOST_GAPS = 20
+MOST_GAPS = 10
 """That are looked for in a round: each takes plain vLLM many answers, and so many are no ties."""
 
 

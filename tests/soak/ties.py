@@ -36,6 +36,7 @@ def logit_gap(
     params = case.sampling_params(
         n=1,
         seed=None if seed is None else seed + completion,
+        max_tokens=max(len(known), case.params.get("min_tokens", 0)),
         stop=None,
         repetition_detection=None,
     )
@@ -49,10 +50,10 @@ def logit_gap(
         return 0.0
     low, high = 0.0, 1e-6
     while not takes(high):
-        low, high = high, high * 4
+        low, high = high, high * 8
         if high > LARGEST_GAP:
             return float("inf")
-    for _ in range(6):
+    for _ in range(7):
         middle = (low + high) / 2
         low, high = (low, middle) if takes(middle) else (middle, high)
     return high
