@@ -51,7 +51,7 @@ coverage: $(READY) ## All tests again, with the lines of our packages that they 
 	$(BIN)/coverage report
 
 SOAK ?= --requests 10000
-soak: $(READY) ## Compare 10,000 random requests with plain vLLM, about 20 minutes (SOAK="--requests N --seed S")
+soak: $(READY) ## Compare 10,000 random requests with plain vLLM, about 10 minutes (SOAK="--requests N --seed S")
 	PYTHONPATH=.:benchmarks $(BIN)/python -m tests.soak $(SOAK)
 
 gpu-test: ## Test the CUDA kernels on this machine's GPU
