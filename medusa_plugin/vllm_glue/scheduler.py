@@ -179,11 +179,12 @@ class MedusaScheduler(Scheduler):
         failed = [name for name, count in counts.items() if count and name in self.requests]
         manager = self.kv_cache_manager
         blocks = {block for name in failed for ids in manager.get_block_ids(name) for block in ids}
-        # Else the next request with this prefix would fail by the same rows.
-        manager.evict_blocks(blocks)
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(
             scheduler_output, model_runner_output
         )
+        # Else the next request with this prefix would fail by the same rows. Not before: vLLM 0.33
+        # hashes blocks in this very call.
+        manager.evict_blocks(blocks)
         for request in self.finish_requests(failed, RequestStatus.FINISHED_ERROR):
             logger.error(
                 "request %s ends with an error: the model's logits are NaN or infinite for its "
