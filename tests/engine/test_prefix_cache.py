@@ -56,7 +56,7 @@ def test_a_hit_is_like_a_cold_run(plain: Any, medusa: Any, num_blocks: int, draf
     [base] = harness.prompts(1, lengths=[160], vocab_size=VOCAB_SIZE, seed=21)
     shared = BLOCK * num_blocks
     # One token beyond the hit is a whole-prompt hit, whose first step carries placeholders.
-    for tail in (1, 2, BLOCK - 1, BLOCK):
+    for tail in (1, 20):
         prompt = base[: shared + tail]
         expected, _ = answer(plain, prompt)
         medusa.reset_prefix_cache()
