@@ -34,6 +34,7 @@ _RUNNER = "vllm.v1.worker.gpu_model_runner"
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
 _GRAMMARS = "vllm.v1.structured_output"
 _BLOCKS = "vllm.v1.core.kv_cache_manager"
+_LORA = "vllm.v1.worker.lora_model_runner_mixin"
 _PARALLEL = "vllm.distributed.parallel_state"
 
 REGISTRATION_HOOKS = (
@@ -200,6 +201,52 @@ WORKER_HOOKS = (
         "group the caches for compaction and probe their layout",
         "does so after vLLM allocated them",
         TREES,
+    ),
+    Hook(
+        _RUNNER,
+        "GPUModelRunner._dummy_run",
+        (
+            "self",
+            "num_tokens",
+            "cudagraph_runtime_mode",
+            "force_attention",
+            "uniform_decode",
+            "allow_microbatching",
+            "skip_eplb",
+            "is_profile",
+            "create_mixed_batch",
+            "remove_lora",
+            "is_graph_capturing",
+            "num_active_loras",
+            "profile_seq_lens",
+            "randomize_inputs",
+        ),
+        "measure what a forward pass of so many rows takes",
+        CALLED,
+        "vLLM tells what a step costs",
+    ),
+    Hook(
+        _LORA,
+        "LoRAModelRunnerMixin.maybe_select_dummy_loras",
+        (
+            "self",
+            "lora_config",
+            "num_scheduled_tokens",
+            "mapping_type",
+            "num_sampled_tokens",
+            "num_active_loras",
+        ),
+        "measure it with adapters",
+        CALLED,
+        "vLLM tells what a step costs",
+    ),
+    Hook(
+        _LORA,
+        "LoRAModelRunnerMixin.maybe_remove_all_loras",
+        ("self", "lora_config"),
+        "drop the dummy adapters of the measurement",
+        CALLED,
+        "vLLM tells what a step costs",
     ),
     Hook(
         _PARALLEL,
