@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.conftest import MARKS, VOCAB_SIZE
+from tests.engine.conftest import EOS_TOKEN_ID, MARKS, VOCAB_SIZE
 
 VLLM = str(Path(sys.executable).with_name("vllm"))
 START_SECONDS = 300
@@ -229,10 +229,11 @@ def test_structured_answers_after_reasoning(
     [end] = [token for token, mark in MARKS.items() if mark == "</think>"]
     # Printable text only: in spaces between the parts of JSON a random model would go on for ever,
     # and bytes that are no text depend on how a stream is cut.
-    bias = {str(token): -100 for token in range(94, VOCAB_SIZE)} | {str(end): 6}
+    bias = {str(token): -100 for token in range(94, VOCAB_SIZE)}
+    bias |= {str(end): 6, str(EOS_TOKEN_ID): 0}
     body = {
         "model": str(tiny_model), "messages": [{"role": "user", "content": "some words"}],
-        "max_tokens": 120, "temperature": 1.0, "seed": 1, **asked,
+        "max_tokens": 200, "temperature": 1.0, "seed": 1, **asked,
         "logit_bias": bias,
     }  # fmt: skip
     undrafted = body | {"vllm_xargs": {"medusa": '{"enabled": false}'}}
@@ -250,7 +251,7 @@ def test_structured_answers_after_reasoning(
 
 
 def chat_message(server: Server, body: dict[str, Any], stream: bool) -> tuple[str, str, str]:
-    """Reasoning, name of the tool called, and its arguments or the content."""
+    """Reasoning, name of the tool called first, and its arguments or the content."""
     answer = server.post("/v1/chat/completions", body | {"stream": stream})
     if stream:
         lines = answer.splitlines()
@@ -258,7 +259,12 @@ def chat_message(server: Server, body: dict[str, Any], stream: bool) -> tuple[st
         parts = [choice["delta"] for event in events for choice in event["choices"]]
     else:
         parts = [json.loads(answer)["choices"][0]["message"]]
-    calls = [call["function"] for part in parts for call in part.get("tool_calls") or ()]
+    calls = [
+        call["function"]
+        for part in parts
+        for i, call in enumerate(part.get("tool_calls") or ())
+        if call.get("index", i) == 0
+    ]
     return (
         "".join(part.get("reasoning") or "" for part in parts),
         "".join(call.get("name") or "" for call in calls),
