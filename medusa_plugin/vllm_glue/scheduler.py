@@ -1,9 +1,10 @@
 """vLLM's scheduler, which masks trees for grammars and ends requests that fail.
 
-**Grammars.** vLLM checks drafts against a grammar, and computes a mask for each of them, as if they followed each
-other. Here each path of a tree goes through vLLM's own functions as the chain that it is, so all
-that they decide along a chain (backends, rollback, termination, where reasoning ends) holds along
-every path. The grammar itself is advanced by vLLM alone, by accepted tokens.
+**Grammars.** vLLM checks drafts against a grammar, and computes a mask for each of them, as if they
+followed each other. Here each path of a tree goes through vLLM's own functions as the chain that it
+is, so all that they decide along a chain (backends, rollback, termination, where reasoning ends)
+holds along every path. The grammar itself is advanced by vLLM alone, by accepted tokens. Rows of
+nodes that the grammar refuses allow everything, since no walk gets there.
 
 **Failures.** Plain vLLM samples from NaN as from numbers, and answers with nonsense. Its attention
 for CPUs then carries NaN into whatever requests get the same blocks later. Here such a request ends
@@ -13,11 +14,11 @@ with an error, alone.
 |---|---|
 | `DraftTokenIds` | `DraftTrees`: with the trees whose masks depend on it |
 | `Request.spec_token_ids` | the tree's nodes up to the last one that the grammar allows |
-| `GrammarOutput.grammar_bitmask` | one row per tree row, root first; rows of nodes that the grammar refuses allow everything, since no walk gets there |
+| `GrammarOutput.grammar_bitmask` | one row per tree row, root first |
 | `ModelRunnerOutput.num_nans_in_logits[id]` above 0 | the walk of this request failed |
 | `RequestStatus.FINISHED_ERROR` | finish reason "error"; status 500 of the server |
 | `SchedulerOutput.new_block_ids_to_zero` | blocks that a failed request has left |
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
