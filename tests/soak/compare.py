@@ -26,6 +26,8 @@ class Difference:
     """First token that differs; only then may it be a tie."""
     tokens: tuple[int, int] | None = None
     """Ours and that of plain vLLM, at `position`."""
+    ranked: int | None = None
+    """Token whose rank at `position` is one off, as where another is level with it."""
     is_rounding: bool = False
     """Known to be within `TOLERANCE`."""
 
@@ -102,7 +104,7 @@ def _logprobs(
             if ours is not plain:
                 yield Difference(f"{name} at {position}: {ours}, not {plain}", index)
             continue
-        yield from _one_position(f"{name} at {position}", index, ours, plain, tolerance)
+        yield from _one_position(name, index, position, ours, plain, tolerance)
 
 
 def _possible(entry: dict[int, Any] | None) -> dict[int, Any] | None:
@@ -113,8 +115,14 @@ def _possible(entry: dict[int, Any] | None) -> dict[int, Any] | None:
 
 
 def _one_position(
-    name: str, index: int, ours: dict[int, Any], plain: dict[int, Any], tolerance: float
+    kind: str,
+    index: int,
+    position: int,
+    ours: dict[int, Any],
+    plain: dict[int, Any],
+    tolerance: float,
 ) -> Iterator[Difference]:
+    name, is_prompt = f"{kind} at {position}", kind.startswith("prompt")
     for token in ours.keys() & plain.keys():
         mine, theirs = ours[token], plain[token]
         if not _close(mine.logprob, theirs.logprob, tolerance):
@@ -129,7 +137,9 @@ def _one_position(
             yield Difference(
                 f"{name}: token {token} has rank {mine.rank}, not {theirs.rank}",
                 index,
-                is_rounding=level,
+                None if is_prompt else position,
+                ranked=token if level else None,
+                is_rounding=level and is_prompt,
             )
     if list(ours) == list(plain):
         return

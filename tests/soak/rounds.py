@@ -15,7 +15,7 @@ from tests.soak.cases import Case
 from tests.soak.compare import TOLERANCE, Difference, broken_rules, differences
 from tests.soak.drafts import Futures, MixedDrafter
 from tests.soak.engines import CONFIGURATIONS, Engine, Laboratory, Outcome
-from tests.soak.ties import logit_gap
+from tests.soak.ties import logit_gap, nearest_gap
 
 REQUESTS = 240
 """Of one round."""
@@ -33,7 +33,7 @@ class Finding:
     what: str
     is_tie: bool
     gap: float | None
-    """Between the two tokens' logits, where tokens differ."""
+    """Between the two tokens' logits, where tokens or ranks differ."""
     asked: dict[str, Any]
 
 
@@ -229,16 +229,15 @@ def _finding(plan: Plan, case: Case, difference: Difference, gap: float | None) 
 
 
 def _gap(plain: Engine, plan: Plan, case: Case, difference: Difference) -> float | None:
-    if difference.tokens is None or difference.position is None:
+    if difference.position is None:
         return None
-    known = plan.expected[case.name].completions[difference.completion].token_ids
-    return logit_gap(
-        plain,
-        case,
-        difference.completion,
-        known[: difference.position + 1],
-        difference.tokens[0],
-    )
+    index = difference.completion
+    known = plan.expected[case.name].completions[index].token_ids[: difference.position + 1]
+    if difference.tokens is not None:
+        return logit_gap(plain, case, index, known, difference.tokens[0])
+    if difference.ranked is not None:
+        return nearest_gap(plain, case, index, known, difference.ranked)
+    return None
 
 
 def _printable(case: Case) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from tests.soak.engines import Completion, Laboratory, Outcome, laboratory
 from tests.soak.faults import FAULTS
 from tests.soak.report import Report
 from tests.soak.rounds import Finding, Plan, RoundResult, run_round
-from tests.soak.ties import logit_gap
+from tests.soak.ties import logit_gap, nearest_gap
 
 # Their requests have all parameters, accept drafts, are preempted and aborted, and end in all ways.
 SEEDS = {"chunked": 0, "preempting": 4}
@@ -64,6 +64,7 @@ def test_gap_is_that_of_the_logits(lab: Laboratory) -> None:
         assert logit_gap(lab.plain, case, 0, known, second) == pytest.approx(gap, rel=0.05)
         assert logit_gap(lab.plain, case, 0, known, best) == 0
         assert logit_gap(lab.plain, case, 0, known, third) > gap
+        assert nearest_gap(lab.plain, case, 0, known, best) == pytest.approx(gap, rel=0.01)
     seeded = Case("gap", (5, 6, 7), {"temperature": 1.0, "seed": 3, "max_tokens": 4, "top_k": 2}, 0)
     answer = lab.plain.serve([seeded], [seeded.sampling_params()])["gap"].completions[0]
     assert logit_gap(lab.plain, seeded, 0, answer.token_ids, answer.token_ids[-1]) == 0

@@ -32,14 +32,7 @@ def logit_gap(
         The gap between both logits; 0 where plain vLLM itself takes `wanted` when it answers this
         request alone; infinite where no change up to `LARGEST_GAP` does it.
     """
-    seed = case.params.get("seed")
-    params = case.sampling_params(
-        n=1,
-        seed=None if seed is None else seed + completion,
-        max_tokens=max(len(known), case.params.get("min_tokens", 0)),
-        stop=None,
-        repetition_detection=None,
-    )
+    params = _alone(case, completion, known)
 
     def takes(change: float) -> bool:
         with _Push(plain, known, wanted, change) as push:
@@ -59,6 +52,31 @@ def logit_gap(
     return high
 
 
+def nearest_gap(
+    plain: Engine, case: Case, completion: int, known: Sequence[int], token: int
+) -> float:
+    """How near another logit comes to that of `token`, where the last of `known` is drawn."""
+    params = _alone(case, completion, known)
+    with _Push(plain, known, token, 0.0) as push:
+        plain.serve([case], [params])
+    assert push.logits is not None
+    distances = (push.logits - push.logits[token]).abs()
+    distances[token] = float("inf")
+    return float(distances.min())
+
+
+def _alone(case: Case, completion: int, known: Sequence[int]) -> Any:
+    """Parameters of one answer, no longer than needed."""
+    seed = case.params.get("seed")
+    return case.sampling_params(
+        n=1,
+        seed=None if seed is None else seed + completion,
+        max_tokens=max(len(known), case.params.get("min_tokens", 0)),
+        stop=None,
+        repetition_detection=None,
+    )
+
+
 class _Push:
     """While inside, the engine's only request repeats `known`; the last of them meets a change."""
 
@@ -67,6 +85,7 @@ class _Push:
         self._known, self._wanted, self._change = known, wanted, change
         self._calls = 0
         self.taken: int | None = None
+        self.logits: torch.Tensor | None = None
 
     def __enter__(self) -> _Push:
         self._forward = self._sampler.forward
@@ -80,6 +99,7 @@ class _Push:
         position, self._calls = self._calls, self._calls + 1
         is_last = position == len(self._known) - 1
         if is_last:
+            self.logits = logits[0].clone()
             logits[0, self._wanted] += self._change / 2
             logits[0, self._known[-1]] -= self._change / 2
         output = self._forward(logits, *args, **kwargs)
