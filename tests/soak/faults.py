@@ -184,7 +184,7 @@ def _blocks_leak_now_and_then() -> AbstractContextManager[None]:
         def free(self: Any, request: Any) -> None:
             is_plain = self.block_pool.num_gpu_blocks == PLAIN["num_gpu_blocks_override"]
             calls[0] += not is_plain
-            if not is_plain and calls[0] % 150 == 0:
+            if not is_plain and calls[0] % 40 == 0:
                 blocks = self.coordinator.single_type_managers[0].req_to_blocks
                 if blocks[request.request_id]:
                     blocks[request.request_id].pop()
