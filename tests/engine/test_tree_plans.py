@@ -178,7 +178,7 @@ def test_heads_that_are_never_right_stop_drafting(plain: Any, medusa: Any) -> No
     # Even free rows are not worth the heads' time once these are known to be wrong.
     costs = StepCosts(CostCurve((1, 64), (1.0, 1.0)), CostCurve((1,), (0.1,)))
     sizes = run(plain, medusa, 0.0, params, count=2, costs=costs).proposed
-    assert sum(size > 0 for size in sizes[:20]) >= 10
+    assert sum(size > 0 for size in sizes[:20]) >= 6
     assert sum(size > 0 for size in sizes[-40:]) <= 4
 
 
