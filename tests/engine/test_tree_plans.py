@@ -179,7 +179,8 @@ def test_heads_that_are_never_right_stop_drafting(plain: Any, medusa: Any) -> No
     costs = StepCosts(CostCurve((1, 64), (1.0, 1.0)), CostCurve((1,), (0.1,)))
     sizes = run(plain, medusa, 0.0, params, count=2, costs=costs).proposed
     assert sum(size > 0 for size in sizes[:20]) >= 6
-    assert sum(size > 0 for size in sizes[-40:]) <= 4
+    # One look of four steps. In the last step one request is left: a load not met before.
+    assert sum(size > 0 for size in sizes[-41:-1]) <= 4
 
 
 def test_costs_are_measured_at_start(medusa: Any, monkeypatch: pytest.MonkeyPatch) -> None:
