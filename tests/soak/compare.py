@@ -17,6 +17,17 @@ float32 sums differ by in another order on the tiny model."""
 
 
 @dataclass(frozen=True)
+class Scored:
+    """A log-probability or logit that is not as plain vLLM has it."""
+
+    is_prompt: bool
+    """Of the prompt, or of the answer."""
+    position: int
+    """In it."""
+    difference: float
+
+
+@dataclass(frozen=True)
 class Difference:
     """One thing that is not as plain vLLM has it."""
 
@@ -28,6 +39,7 @@ class Difference:
     """Ours and that of plain vLLM, at `position`."""
     ranked: int | None = None
     """Token whose rank at `position` is one off, as where another is level with it."""
+    scored: Scored | None = None
     is_rounding: bool = False
     """Known to be within `TOLERANCE`."""
 
@@ -126,7 +138,11 @@ def _one_position(
     for token in ours.keys() & plain.keys():
         mine, theirs = ours[token], plain[token]
         if not _close(mine.logprob, theirs.logprob, tolerance):
-            yield Difference(f"{name}: token {token} {mine.logprob}, not {theirs.logprob}", index)
+            yield Difference(
+                f"{name}: token {token} {mine.logprob}, not {theirs.logprob}",
+                index,
+                scored=Scored(is_prompt, position, abs(mine.logprob - theirs.logprob)),
+            )
         elif mine.decoded_token != theirs.decoded_token:
             yield Difference(
                 f"{name}: decoded {mine.decoded_token!r}, not {theirs.decoded_token!r}", index

@@ -7,12 +7,14 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tests.engine.conftest import start_engine, write_random_heads, write_tiny_model
 from tests.engine.harness import runner_of
 from tests.soak.cases import MAX_MODEL_LEN, Case
+from tests.soak.exact import ExactModel
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,8 @@ class Outcome:
     def add(self, output: Any, is_delta: bool) -> None:
         """Note one `RequestOutput`."""
         if output.prompt_logprobs is not None:
-            self.prompt_logprobs = list(output.prompt_logprobs)
+            known = self.prompt_logprobs if is_delta else None
+            self.prompt_logprobs = [*(known or []), *output.prompt_logprobs]
         for new in output.outputs:
             known = self.completions.setdefault(new.index, Completion())
             logprobs = None if new.logprobs is None else list(new.logprobs)
@@ -231,6 +234,11 @@ class Laboratory:
         self._model = write_tiny_model(_made(directory / "model"))
         self._heads = write_random_heads(_made(directory / "heads"))
         self._engines: dict[str, Engine] = {}
+
+    @cached_property
+    def exact(self) -> ExactModel:
+        """The model without engine, to judge rounding by."""
+        return ExactModel(self._model)
 
     @property
     def plain(self) -> Engine:

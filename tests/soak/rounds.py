@@ -174,6 +174,8 @@ def run_plan(laboratory: Laboratory, plan: Plan) -> RoundResult:
         for difference in _found(plan, case, outcomes[case.name]):
             judged = len(result.findings) < MOST_GAPS
             gap = _gap(laboratory.plain, plan, case, difference) if judged else None
+            if judged and _is_rounding(laboratory, plan, case, difference):
+                difference = replace(difference, is_rounding=True)
             result.findings.append(_finding(plan, case, difference, gap))
         result.compared += case.is_determined
         result.checked_by_rules += not case.is_determined
@@ -238,6 +240,17 @@ def _gap(plain: Engine, plan: Plan, case: Case, difference: Difference) -> float
     if difference.ranked is not None:
         return nearest_gap(plain, case, index, known, difference.ranked)
     return None
+
+
+def _is_rounding(laboratory: Laboratory, plan: Plan, case: Case, difference: Difference) -> bool:
+    """Whether scores differ by no more than two float32 models may at this place."""
+    scored = difference.scored
+    if scored is None:
+        return False
+    answer = plan.expected[case.name].completions[difference.completion].token_ids
+    place = scored.position if scored.is_prompt else len(case.prompt) + scored.position
+    error = laboratory.exact.rounding([*case.prompt, *answer][:place])
+    return scored.difference <= 2 * error * case.amplification(plan.logprobs_mode)
 
 
 def _printable(case: Case) -> dict[str, Any]:

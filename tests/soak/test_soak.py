@@ -12,9 +12,10 @@ import pytest
 from rich.console import Console
 
 from tests.soak import report as reports
+from tests.soak import rounds
 from tests.soak import shrink as shrinking
 from tests.soak.cases import Case
-from tests.soak.compare import broken_rules, differences
+from tests.soak.compare import Difference, Scored, broken_rules, differences
 from tests.soak.drafts import identify
 from tests.soak.engines import Completion, Laboratory, Outcome, laboratory
 from tests.soak.faults import FAULTS
@@ -223,3 +224,29 @@ def test_report_adds_up_and_is_resumed(tmp_path: Path, monkeypatch: pytest.Monke
     source["git_sha"] = "def"
     with pytest.raises(ValueError, match="results of two sources do not add up"):
         Report(path, resume=True)
+
+
+def test_prompt_logprobs_that_come_in_pieces_add_up() -> None:
+    pieces = [[None, {1: "a"}], [{2: "b"}], []]
+    outcomes = {is_delta: Outcome() for is_delta in (True, False)}
+    for is_delta, outcome in outcomes.items():
+        for piece in pieces:
+            outcome.add(
+                SimpleNamespace(prompt_logprobs=piece, outputs=[], finished=False), is_delta
+            )
+    assert outcomes[True].prompt_logprobs == [None, {1: "a"}, {2: "b"}]
+    assert outcomes[False].prompt_logprobs == []
+
+
+def test_only_scores_that_float32_explains_are_ties(lab: Laboratory) -> None:
+    """Two engines may each be off by what transformers' float32 model is."""
+    text = [7 * i % 250 for i in range(150)]
+    error = lab.exact.rounding(text)
+    assert 1e-6 < error < 5e-4
+    case = Case("r", tuple(text[:100]), {"temperature": 0.0}, 0)
+    plan = Plan(0, "roomy", [case], 0.0, "raw_logits")
+    plan.expected["r"] = Outcome({0: Completion(token_ids=text[100:])})
+    for factor, tied in ((1.9, True), (2.1, False)):
+        difference = Difference("a score", scored=Scored(False, 50, factor * error))
+        assert rounds._is_rounding(lab, plan, case, difference) is tied
+    assert not rounds._is_rounding(lab, plan, case, Difference("a token"))
