@@ -109,9 +109,9 @@ def demo(
 ) -> None:
     """Ask the embedded model real questions, plain and with Medusa trees, and compare.
 
-    The timed part alternates between the two engines, which have the same settings; the speed is
-    tokens per second from submission to the last token, at batch 1. A second, float32 part checks
-    that both give the same tokens.
+    The timed part alternates between the two engines, which have the same
+    settings; the speed is tokens per second from submission to the last token,
+    at batch 1. A second, float32 part checks that both give the same tokens.
 
     Examples:
 

@@ -86,11 +86,13 @@ def compare(
 ) -> None:
     """Show where two greedy runs first differ, and whether rounding explains it.
 
-    At the first differing token both sides tell how much more likely they find their own token
-    than the other's, as a gap of logits. Where both gaps are within the rounding of the dtype, the
-    runs tie there and each is right; anything else is a fault, and worth a report.
+    At the first differing token both sides tell how much more likely they find
+    their own token than the other's, as a gap of logits. Where both gaps are
+    within the rounding of the dtype, the runs tie there and each is right;
+    anything else is a fault, and worth a report.
 
-    Exit code: 0 where all is equal or tied, 1 at a fault, 2 for files that cannot be compared.
+    Exit code: 0 where all is equal or tied, 1 at a fault, 2 for files that
+    cannot be compared.
 
     Examples:
 

@@ -110,9 +110,10 @@ def tune(
 ) -> None:
     """Measure how far the heads' probabilities can be trusted, and which tree sizes pay here.
 
-    The model answers prompts greedily while the heads' candidates are compared with what comes.
-    From that: a calibration for dynamic trees, accuracies for static ones, both in tuning.json,
-    which engines read at their next start; and a table of expected and simulated speed by size.
+    The model answers prompts greedily while the heads' candidates are compared
+    with what comes. From that: a calibration for dynamic trees, accuracies for
+    static ones, both in tuning.json, which engines read at their next start;
+    and a table of expected and simulated speed by size.
 
     Examples:
 
