@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -86,11 +86,17 @@ class DraftTree:
         """The subtree of the first `len(tokens)` nodes, or None if it does not carry `tokens`.
 
         A scheduler may grant fewer drafts than proposed; since parents come before children the
-        granted prefix is itself a tree.
+        granted prefix is itself a tree. A token of -1 stands for a node that may not be accepted,
+        and stays in the result, where no draw equals it. Nothing but such nodes are placeholders that no tree was drafted for.
         """
-        if self.tokens[: len(tokens)].tolist() != list(tokens):
+        given = np.asarray(tokens, dtype=np.int64)
+        refused = given < 0
+        if len(given) > self.num_nodes or (len(given) and refused.all()):
             return None
-        return self.prefix(len(tokens))
+        if not ((self.tokens[: len(given)] == given) | refused).all():
+            return None
+        tree = self.prefix(len(given))
+        return replace(tree, tokens=given) if refused.any() else tree
 
     def children(self, row: int) -> list[int]:
         """Rows whose parent is `row`, ascending."""

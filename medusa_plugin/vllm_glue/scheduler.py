@@ -3,8 +3,8 @@
 **Grammars.** vLLM checks drafts against a grammar, and computes a mask for each of them, as if they
 followed each other. Here each path of a tree goes through vLLM's own functions as the chain that it
 is, so all that they decide along a chain (backends, rollback, termination, where reasoning ends)
-holds along every path. The grammar itself is advanced by vLLM alone, by accepted tokens. Rows of
-nodes that the grammar refuses allow everything, since no walk gets there.
+holds along every path. The grammar itself is advanced by vLLM alone, by accepted tokens. Nodes that
+the grammar refuses carry no token, so no walk gets there, and their rows allow everything.
 
 **Failures.** Plain vLLM samples from NaN as from numbers, and answers with nonsense. Its attention
 for CPUs then carries NaN into whatever requests get the same blocks later. Here such a request ends
@@ -13,7 +13,7 @@ with an error, alone.
 | vLLM field | our meaning |
 |---|---|
 | `DraftTokenIds` | `DraftTrees`: with the trees whose masks depend on it |
-| `Request.spec_token_ids` | the tree's nodes up to the last one that the grammar allows |
+| `Request.spec_token_ids` | the tree's nodes up to the last allowed one; -1 where refused |
 | `GrammarOutput.grammar_bitmask` | one row per tree row, root first |
 | `ModelRunnerOutput.num_nans_in_logits[id]` above 0 | the walk of this request failed |
 | `RequestStatus.FINISHED_ERROR` | finish reason "error"; status 500 of the server |
@@ -113,7 +113,15 @@ class MedusaScheduler(Scheduler):
             path = tree.path(leaf)
             valid = self.structured_output_manager.validate_tokens(request, tree.tokens_of(path))
             allowed.update(path[: len(valid)])
-        return ConstrainedTree(tree.prefix(max(allowed, default=0)), frozenset(allowed))
+        tree = tree.prefix(max(allowed, default=0))
+        # Refused nodes carry no token: where no token is left (the grammar has ended, or another
+        # parameter bans what it allows), any may be drawn, and the walk must end with it.
+        tokens = [
+            token if row in allowed else PLACEHOLDER_TOKEN_ID
+            for row, token in enumerate(tree.tokens.tolist(), start=1)
+        ]
+        tree = replace(tree, tokens=np.array(tokens, dtype=np.int64))
+        return ConstrainedTree(tree, frozenset(allowed))
 
     def get_grammar_bitmask(self, scheduler_output: Any) -> Any:
         """The masks of the step: vLLM's own for chains, and those of trees row by row."""

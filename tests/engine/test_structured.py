@@ -343,3 +343,24 @@ def test_reasoning_is_free_and_the_answer_is_not(
     answered = [answer.text.partition("</think>")[2] for answer in ended]
     assert len(ended) > 2
     assert all(map(CONFORMS[kind], answered))
+
+
+@pytest.mark.parametrize("draft", harness.HIT_RATES)
+@pytest.mark.parametrize("kind", ["json", "endless"])
+def test_no_walk_enters_what_the_grammar_refuses(
+    plain: Any, medusa: Any, kind: str, draft: str
+) -> None:
+    """Where another parameter bans all that the grammar allows, any token may be drawn, and the
+    grammar ends the request with it, even if it was drafted and so was what follows."""
+    requests = prompts(5, seed=5)
+    limits = {"json": {"bad_words": ['"']}, "endless": {"allowed_token_ids": [*range(30, 70)]}}
+    params = bound(kind, **limits[kind])
+    expected = harness.answers(plain, requests, params)
+    assert "error" in {answer.finish_reason for [answer] in expected}
+    drafter = plant(medusa, requests, expected, harness.HIT_RATES[draft], [kind])
+    drafter.alphabet = [*drafter.alphabet, 0]
+    for request, [answer] in zip(requests, expected, strict=True):
+        drafter.learn(request, [*answer.token_ids, *range(100, 108)])
+    for seed in range(6):
+        drafter._random.seed(seed)
+        assert harness.answers(medusa, requests, params) == expected
