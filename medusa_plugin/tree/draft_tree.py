@@ -87,7 +87,8 @@ class DraftTree:
 
         A scheduler may grant fewer drafts than proposed; since parents come before children the
         granted prefix is itself a tree. A token of -1 stands for a node that may not be accepted,
-        and stays in the result, where no draw equals it. Nothing but such nodes are placeholders that no tree was drafted for.
+        and stays in the result, where no draw equals it. Nothing but such tokens are placeholders
+        of no tree.
         """
         given = np.asarray(tokens, dtype=np.int64)
         refused = given < 0

@@ -134,6 +134,17 @@ def test_paths_and_leaves(tree: TokenTree, data: st.DataObject) -> None:
     assert draft.leaves(rows) == expected
 
 
+def test_a_refused_node_keeps_its_place_and_carries_no_token() -> None:
+    draft = DraftTree.on(TokenTree.from_choices([[0], [1], [0, 0], [1, 0]]), (4, 5, 9, 8))
+    found = draft.granted([-1, 5, 9, 8])
+    assert found is not None and found.tokens.tolist() == [-1, 5, 9, 8]
+    assert found.parents.tolist() == draft.parents.tolist()
+    assert found.child_with_token(0, 4) is None and found.child_with_token(0, 5) == 2
+    assert draft.granted([-1, 6]) is None  # another token than was drafted
+    assert draft.granted([-1, -1]) is None  # placeholders, for which nothing was drafted
+    assert draft.granted([4, 5, 9, 8, 7]) is None
+
+
 def test_a_token_is_found_under_its_own_parent_only() -> None:
     tree = TokenTree.from_choices([[0], [1], [0, 0], [1, 0]])
     draft = DraftTree.on(tree, (4, 5, 9, 9))
