@@ -211,6 +211,11 @@ def _ask_both(
             else:
                 answer = engine.ask(messages, options.max_tokens)
             answers.append(answer)
+    if options.dtype != "float32" and turn.plain[0].token_ids != turn.medusa[0].token_ids:
+        console.print(
+            f"[dim]The texts part where rounding in {options.dtype} decides between two tokens; "
+            "float32 is compared at the end."
+        )
     return turn
 
 
