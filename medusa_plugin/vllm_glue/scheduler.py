@@ -22,6 +22,7 @@ with an error, alone.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -109,9 +110,14 @@ class MedusaScheduler(Scheduler):
 
     def _constrain(self, request: Any, tree: DraftTree) -> ConstrainedTree:
         allowed: set[int] = set()
+        params = request.sampling_params
+        # Behind its end a grammar takes tokens in a step of their own only (guidance refuses them
+        # together with the end), so where text goes on the end has to be a step's last token.
+        ends = params.all_stop_token_ids if params.ignore_eos else frozenset()
         for leaf in tree.leaves(range(1, tree.num_rows)):
             path = tree.path(leaf)
             valid = self.structured_output_manager.validate_tokens(request, tree.tokens_of(path))
+            valid = list(itertools.takewhile(lambda token: token not in ends, valid))
             allowed.update(path[: len(valid)])
         tree = tree.prefix(max(allowed, default=0))
         # Refused nodes carry no token: where no token is left (the grammar has ended, or another

@@ -165,6 +165,25 @@ def test_other_backends(
     assert_conforms([kind] * 3, expected)
 
 
+@pytest.mark.parametrize("shape", ["chain", "bushy"])
+@pytest.mark.parametrize("backend", ["xgrammar", "guidance", "outlines"])
+def test_text_that_goes_on_behind_the_end_of_its_grammar(
+    plain: Any, medusa: Any, monkeypatch: pytest.MonkeyPatch, backend: str, shape: str
+) -> None:
+    """guidance takes what follows an end token in a later step only."""
+    for engine in (plain, medusa):
+        use_backend(engine, backend, monkeypatch)
+    requests = prompts(3, seed=1)
+    params = bound("regex", temperature=0.0)
+    params.ignore_eos, params.max_tokens = True, 40
+    expected = harness.answers(plain, requests, params)
+    assert {answers[0].finish_reason for answers in expected} == {"length"}
+    drafter = plant(medusa, requests, expected, 1.0, ["regex"])
+    drafter.topologies = [harness.TREES[shape]]
+    assert harness.answers(medusa, requests, params) == expected
+    assert sum(drafter.accepted) > 0
+
+
 def use_backend(engine: Any, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the engine had been started with another grammar backend."""
     inner = engine.llm_engine

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from vllm import SamplingParams
 
 from medusa_plugin.tree.draft_tree import DraftTree
 from medusa_plugin.tree.token_tree import TokenTree
@@ -56,7 +57,10 @@ def test_a_tree_lives_until_the_next_draft(state: str, draft: list[int]) -> None
     scheduler = MedusaScheduler.__new__(MedusaScheduler)
     scheduler._drafted, scheduler.structured_output_manager = {}, AllowAll()
     request = SimpleNamespace(
-        spec_token_ids=[], is_prefill_chunk=False, is_finished=lambda: state == "finished"
+        spec_token_ids=[],
+        sampling_params=SamplingParams(),
+        is_prefill_chunk=False,
+        is_finished=lambda: state == "finished",
     )
     scheduler.requests = {"a": request}
     tokens = TREE.tokens.tolist()
