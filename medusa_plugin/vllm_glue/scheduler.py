@@ -52,27 +52,6 @@ class DraftTrees(DraftTokenIds):
     """For each request, what it drafted if that branches and has to follow a grammar."""
 
 
-@dataclass(frozen=True)
-class ConstrainedTree:
-    """What a request drafted, and what of that its grammar allows."""
-
-    tree: DraftTree
-    """Up to the last allowed node."""
-    allowed: frozenset[int]
-    """Rows whose whole path is allowed."""
-
-    def granted(self, tokens: list[int]) -> ConstrainedTree | None:
-        """The part that carries `tokens`; see `DraftTree.granted`."""
-        tree = self.tree.granted(tokens)
-        if tree is None:
-            return None
-        return ConstrainedTree(tree, self.allowed & frozenset(range(tree.num_rows)))
-
-    def paths(self) -> Iterable[list[int]]:
-        """Rows of each path to a row that is allowed while none below it is."""
-        return map(self.tree.path, self.tree.leaves(self.allowed))
-
-
 class MedusaScheduler(Scheduler):
     """vLLM's scheduler with a grammar mask per tree row, and an end for requests that fail.
 
@@ -83,7 +62,9 @@ class MedusaScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         host.check_hooks(hooks.SCHEDULER_HOOKS)
         super().__init__(*args, **kwargs)
-        self._drafted: dict[str, ConstrainedTree] = {}
+        self._drafted: dict[str, DraftTree] = {}
+        """What requests drafted, up to the last node that their grammar allows; the nodes that it
+        refuses carry no token."""
         self._blocks_to_zero: set[int] = set()
 
     def update_draft_token_ids(self, draft_token_ids: DraftTrees) -> None:
@@ -105,10 +86,10 @@ class MedusaScheduler(Scheduler):
             if request is None or request.is_finished() or request.is_prefill_chunk:
                 continue  # vLLM expects no draft of it
             drafted = self._constrain(request, tree)
-            request.spec_token_ids = drafted.tree.tokens.tolist()
+            request.spec_token_ids = drafted.tokens.tolist()
             self._drafted[request_id] = drafted
 
-    def _constrain(self, request: Any, tree: DraftTree) -> ConstrainedTree:
+    def _constrain(self, request: Any, tree: DraftTree) -> DraftTree:
         allowed: set[int] = set()
         params = request.sampling_params
         # Behind its end a grammar takes tokens in a step of their own only (guidance refuses them
@@ -126,8 +107,7 @@ class MedusaScheduler(Scheduler):
             token if row in allowed else PLACEHOLDER_TOKEN_ID
             for row, token in enumerate(tree.tokens.tolist(), start=1)
         ]
-        tree = replace(tree, tokens=np.array(tokens, dtype=np.int64))
-        return ConstrainedTree(tree, frozenset(allowed))
+        return replace(tree, tokens=np.array(tokens, dtype=np.int64))
 
     def get_grammar_bitmask(self, scheduler_output: Any) -> Any:
         """The masks of the step: vLLM's own for chains, and those of trees row by row."""
@@ -143,7 +123,7 @@ class MedusaScheduler(Scheduler):
         masks = {request_id: self._masks(request_id, tree) for request_id, tree in granted.items()}
         # vLLM lays out the rows of all and fills the roots'; it allows everything at placeholders.
         placeholders = {
-            request_id: [PLACEHOLDER_TOKEN_ID] * tree.tree.num_nodes
+            request_id: [PLACEHOLDER_TOKEN_ID] * tree.num_nodes
             for request_id, tree in granted.items()
         }
         output = super().get_grammar_bitmask(
@@ -162,12 +142,12 @@ class MedusaScheduler(Scheduler):
         ]
         return replace(output, num_acceptable_drafts=acceptable)
 
-    def _masks(self, request_id: str, drafted: ConstrainedTree) -> dict[int, npt.NDArray[np.int32]]:
+    def _masks(self, request_id: str, tree: DraftTree) -> dict[int, npt.NDArray[np.int32]]:
         """The mask of each allowed row below the root: what may follow its path."""
         masks = {}
         requests = {request_id: self.requests[request_id]}
-        for path in drafted.paths():
-            tokens = {request_id: drafted.tree.tokens_of(path)}
+        for path in _allowed_paths(tree):
+            tokens = {request_id: tree.tokens_of(path)}
             chain = self.structured_output_manager.grammar_bitmask(requests, [request_id], tokens)
             for row, mask in zip(path, chain[1:], strict=False):
                 # vLLM fills the same memory at every call.
@@ -220,6 +200,15 @@ class MedusaScheduler(Scheduler):
         pool = manager.block_pool
         self._blocks_to_zero.update(block for block in blocks if not pool.blocks[block].ref_cnt)
         return outputs
+
+
+def _allowed_paths(tree: DraftTree) -> Iterable[list[int]]:
+    """Rows of each path to a row that is allowed while none below it is.
+
+    Below a node that is refused all are.
+    """
+    allowed = (np.flatnonzero(tree.tokens != PLACEHOLDER_TOKEN_ID) + 1).tolist()
+    return map(tree.path, tree.leaves(allowed))
 
 
 def _first_rows(bitmask: npt.NDArray[np.int32], num_rows: list[int]) -> list[int]:
