@@ -363,11 +363,9 @@ class MedusaModelRunner(GPUModelRunner):
         return DraftTrees(drafts.req_ids, drafts.draft_token_ids, trees)
 
     def _constrained_tree(self, request_id: str) -> DraftTree | None:
-        """What a request proposed, if the scheduler must know it to follow a grammar."""
+        """What a request proposed, if that has to follow a grammar."""
         tree = self._proposed.get(request_id)
         params = self.requests[request_id].sampling_params
-        if tree is None or params is None or params.structured_outputs is None:
+        if tree is None or not tree.num_nodes:
             return None
-        if tree.is_chain and not params.ignore_eos:
-            return None  # vLLM does right by chains, unless text goes on behind its end
-        return tree
+        return tree if params is not None and params.structured_outputs is not None else None

@@ -49,7 +49,7 @@ class DraftTrees(DraftTokenIds):
     """The drafts that a worker hands to the scheduler, with the trees of some requests."""
 
     trees: list[DraftTree | None]
-    """For each request, what it drafted if that branches and has to follow a grammar."""
+    """For each request, what it drafted if that has to follow a grammar."""
 
 
 class MedusaScheduler(Scheduler):
@@ -110,7 +110,7 @@ class MedusaScheduler(Scheduler):
         return replace(tree, tokens=np.array(tokens, dtype=np.int64))
 
     def get_grammar_bitmask(self, scheduler_output: Any) -> Any:
-        """The masks of the step: vLLM's own for chains, and those of trees row by row."""
+        """The masks of the step: vLLM's own for roots, and those of nodes row by row."""
         scheduled = scheduler_output.scheduled_spec_decode_tokens
         granted = {}
         for request_id, tokens in scheduled.items():
