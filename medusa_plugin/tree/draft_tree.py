@@ -14,6 +14,9 @@ from medusa_plugin.tree.token_tree import TokenTree
 IntArray = npt.NDArray[np.integer]
 Int64Array = npt.NDArray[np.int64]
 
+PLACEHOLDER_TOKEN_ID = -1
+"""The host's sign for no token: of padding, and of nodes that may not be accepted."""
+
 
 @dataclass(frozen=True, eq=False)
 class DraftTree:
@@ -91,7 +94,7 @@ class DraftTree:
         of no tree.
         """
         given = np.asarray(tokens, dtype=np.int64)
-        refused = given < 0
+        refused = given == PLACEHOLDER_TOKEN_ID
         if len(given) > self.num_nodes or (len(given) and refused.all()):
             return None
         if not ((self.tokens[: len(given)] == given) | refused).all():

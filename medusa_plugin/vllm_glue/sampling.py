@@ -17,8 +17,8 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
 from medusa_plugin.accept import AcceptedPath
+from medusa_plugin.tree.draft_tree import PLACEHOLDER_TOKEN_ID
 
-PLACEHOLDER_TOKEN_ID = -1
 NOT_FINITE = -2
 """In place of a token drawn from logits that hold NaN or infinity."""
 

@@ -36,12 +36,10 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import RequestStatus
 
-from medusa_plugin.tree.draft_tree import DraftTree
+from medusa_plugin.tree.draft_tree import PLACEHOLDER_TOKEN_ID, DraftTree
 from medusa_plugin.vllm_glue import hooks, host
 
 logger = logging.getLogger("vllm.medusa")
-
-PLACEHOLDER_TOKEN_ID = -1
 
 
 @dataclass
