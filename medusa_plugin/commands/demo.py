@@ -35,6 +35,7 @@ from medusa_plugin.vllm_glue.offline_engine import (
     EngineSettings,
     Message,
     OfflineEngine,
+    quiet_environment,
 )
 
 QUESTIONS: tuple[Conversation, ...] = (
@@ -163,12 +164,7 @@ def _settings(model: Path, options: Options, medusa: bool) -> EngineSettings:
         engine["speculative_config"] = {"method": "medusa", "model": str(embedded_heads_path())}
         if options.num_speculative_tokens is not None:
             engine["speculative_config"]["num_speculative_tokens"] = options.num_speculative_tokens
-    environment = {
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),
-        "HF_HUB_OFFLINE": "1",
-    }
-    return EngineSettings(engine, environment)
+    return EngineSettings(engine, quiet_environment() | {"HF_HUB_OFFLINE": "1"})
 
 
 def _timed_part(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from medusa_plugin.atomic_file import write_whole
 from medusa_plugin.commands.demo import QUESTIONS, Mode
 from medusa_plugin.commands.prompts import PromptsError, read_prompts
 from medusa_plugin.divergence import (
@@ -28,6 +28,7 @@ from medusa_plugin.vllm_glue.offline_engine import (
     EngineProcessError,
     EngineSettings,
     OfflineEngine,
+    quiet_environment,
 )
 
 doctor = typer.Typer(
@@ -140,10 +141,6 @@ def _record(
 
     asked = read_prompts(prompts) if prompts is not None else QUESTIONS
     first_turns = tuple(turns[0] for turns in asked)
-    environment = {
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),
-    }
     runs = []
     for source in ("plain", "medusa"):
         options: dict[str, Any] = {
@@ -159,7 +156,7 @@ def _record(
                 options["speculative_config"]["model"] = str(heads)
         with (
             console.status(f"Asking the model, {source}"),
-            OfflineEngine(EngineSettings(options, environment)) as engine,
+            OfflineEngine(EngineSettings(options, quiet_environment())) as engine,
         ):
             engine.wait_until_ready()
             request = GenerateRequest(f"{source}, {model}", first_turns, max_tokens)
@@ -170,8 +167,7 @@ def _record(
 def _write_json(report: Report, file: Path) -> None:
     result = asdict(report) | {"faults": report.faults}
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_whole(file, json.dumps(result, indent=1) + "\n")
     except OSError as error:
         raise RunFileError(f"{file} cannot be written: {error}") from None
 

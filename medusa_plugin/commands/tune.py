@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from medusa_plugin.vllm_glue.offline_engine import (
     EngineProcessError,
     EngineSettings,
     OfflineEngine,
+    quiet_environment,
 )
 
 if TYPE_CHECKING:
@@ -190,11 +190,7 @@ def settings(options: Options) -> EngineSettings:
         "seed": 0,
         "speculative_config": speculative,
     }
-    environment = {
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),
-    }
-    return EngineSettings(engine, environment)
+    return EngineSettings(engine, quiet_environment())
 
 
 def _measure(console: Console, options: Options, asked: Mapping[str, str] | None) -> Measured:

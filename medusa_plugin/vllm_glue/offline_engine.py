@@ -41,6 +41,14 @@ class EngineSettings:
     environment: dict[str, str] = field(default_factory=dict)
 
 
+def quiet_environment() -> dict[str, str]:
+    """For commands: warnings only, and 1 GB of KV cache on a CPU unless the user says otherwise."""
+    return {
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),
+    }
+
+
 @dataclass(frozen=True)
 class Completion:
     """One answer and what it cost."""
