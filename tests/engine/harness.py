@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from medusa_plugin.embedded import embedded_heads_path
@@ -72,6 +73,16 @@ def answers(engine: Any, requests: Sequence[list[int]], params: Any) -> list[lis
 def texts(engine: Any, requests: Sequence[list[int]], params: Any) -> list[tuple[int, ...]]:
     """Token ids of the first completion of every request."""
     return [completions[0].token_ids for completions in answers(engine, requests, params)]
+
+
+def speculation(heads: Path, **options: Any) -> dict[str, Any]:
+    """`speculative_config` of an engine with these heads, for trees of every shape here."""
+    return {
+        "method": "medusa",
+        "model": str(heads),
+        "num_speculative_tokens": MAX_NODES,
+        **options,
+    }
 
 
 def runner_of(engine: Any) -> Any:

@@ -19,13 +19,7 @@ def plain(make_engine: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def medusa(make_engine: Any, random_heads: Path) -> Any:
-    return make_engine(
-        speculative_config={
-            "method": "medusa",
-            "model": str(random_heads),
-            "num_speculative_tokens": harness.MAX_NODES,
-        }
-    )
+    return make_engine(speculative_config=harness.speculation(random_heads))
 
 
 @pytest.mark.parametrize("draft", harness.HIT_RATES)

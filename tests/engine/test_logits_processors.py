@@ -147,8 +147,4 @@ def processed(make_engine: Any, random_heads: Path) -> tuple[Any, Any]:
 
 
 def speculative(heads: Path) -> dict[str, Any]:
-    return {
-        "method": "medusa",
-        "model": str(heads),
-        "num_speculative_tokens": harness.MAX_NODES,
-    }
+    return harness.speculation(heads)

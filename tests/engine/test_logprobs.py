@@ -26,11 +26,7 @@ def plain(make_engine: Any) -> Any:
 def medusa(make_engine: Any, random_heads: Path) -> Any:
     return make_engine(
         max_logprobs=VOCAB_SIZE,
-        speculative_config={
-            "method": "medusa",
-            "model": str(random_heads),
-            "num_speculative_tokens": harness.MAX_NODES,
-        },
+        speculative_config=harness.speculation(random_heads),
     )
 
 

@@ -61,11 +61,7 @@ def test_adapters_and_none_in_one_batch(
     plain = make_brief_engine(**OPTIONS)
     medusa = make_brief_engine(
         **OPTIONS,
-        speculative_config={
-            "method": "medusa",
-            "model": str(random_heads),
-            "num_speculative_tokens": harness.MAX_NODES,
-        },
+        speculative_config=harness.speculation(random_heads),
     )
     first, second = (
         LoRARequest(f"adapter-{i}", i, make_adapter(tmp_path / str(i), seed=i)) for i in (1, 2)

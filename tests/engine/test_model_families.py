@@ -109,12 +109,7 @@ def test_every_family(
     plain = make_brief_engine(**options)
     medusa = make_brief_engine(
         **options,
-        speculative_config={
-            "method": "medusa",
-            "model": str(random_heads),
-            "num_speculative_tokens": harness.MAX_NODES,
-            "sizes": "fixed",
-        },
+        speculative_config=harness.speculation(random_heads, sizes="fixed"),
     )
     requests = harness.prompts(6, lengths=[2, 23, 40, 70], vocab_size=VOCAB_SIZE)
     greedy = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)

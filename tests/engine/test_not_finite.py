@@ -37,11 +37,7 @@ def medusa(make_engine: Any, random_heads: Path) -> Any:
         # Few blocks, so that those of a failed request are soon another's.
         num_gpu_blocks_override=20,
         enable_prefix_caching=True,
-        speculative_config={
-            "method": "medusa",
-            "model": str(random_heads),
-            "num_speculative_tokens": harness.MAX_NODES,
-        },
+        speculative_config=harness.speculation(random_heads),
         additional_config={"medusa": {"sizes": "fixed"}},
     )
 

@@ -24,12 +24,7 @@ def plain(make_engine: Any) -> Any:
 def medusa(make_engine: Any, random_heads: Path) -> Any:
     return make_engine(
         enable_prefix_caching=True,
-        speculative_config={
-            "method": "medusa",
-            "model": str(random_heads),
-            "num_speculative_tokens": harness.MAX_NODES,
-            "sizes": "fixed",
-        },
+        speculative_config=harness.speculation(random_heads, sizes="fixed"),
     )
 
 

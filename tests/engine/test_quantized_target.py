@@ -51,12 +51,7 @@ def quantize(model: Path, directory: Path, lm_head: bool) -> dict[str, Any]:
 
 
 def speculative(heads: Path) -> dict[str, Any]:
-    return {
-        "method": "medusa",
-        "model": str(heads),
-        "num_speculative_tokens": harness.MAX_NODES,
-        "sizes": "fixed",
-    }
+    return harness.speculation(heads, sizes="fixed")
 
 
 def test_int8_target(

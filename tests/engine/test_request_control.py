@@ -25,11 +25,7 @@ def plain(make_engine: Any) -> Any:
 @pytest.fixture(scope="module")
 def medusa(make_engine: Any, random_heads: Path) -> Any:
     return make_engine(
-        speculative_config={
-            "method": "medusa",
-            "model": str(random_heads),
-            "num_speculative_tokens": harness.MAX_NODES,
-        },
+        speculative_config=harness.speculation(random_heads),
         additional_config={"medusa": {"sizes": "fixed"}},
     )
 

@@ -17,10 +17,6 @@ from tests.engine.conftest import VOCAB_SIZE
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 
 
-def speculative(heads: Path, nodes: int = harness.MAX_NODES) -> dict[str, Any]:
-    return {"method": "medusa", "model": str(heads), "num_speculative_tokens": nodes}
-
-
 @pytest.fixture(scope="module")
 def plain(make_engine: Any) -> Any:
     return make_engine()
@@ -34,7 +30,7 @@ def test_prefill_chunks_beside_trees(
         max_num_batched_tokens=64,
         max_num_seqs=4,
         enable_chunked_prefill=True,
-        speculative_config=speculative(random_heads),
+        speculative_config=harness.speculation(random_heads),
     )
     requests = harness.prompts(10, lengths=[3, 50, 130, 200], vocab_size=VOCAB_SIZE, seed=1)
     drafter = harness.plant(
@@ -77,7 +73,9 @@ def test_trees_beside_chunks_and_plain_decode(
 ) -> None:
     """Rows are found by cumulated tree sizes; requests draft in one step and not in the next."""
     medusa = make_engine(
-        max_num_batched_tokens=64, max_num_seqs=6, speculative_config=speculative(random_heads)
+        max_num_batched_tokens=64,
+        max_num_seqs=6,
+        speculative_config=harness.speculation(random_heads),
     )
     requests = harness.prompts(12, lengths=[3, 50, 130, 200], vocab_size=VOCAB_SIZE, seed=6)
     drafter = harness.plant(
@@ -95,7 +93,9 @@ def test_prefix_cache_hits_of_every_length(
     make_engine: Any, plain: Any, random_heads: Path, draft: str
 ) -> None:
     """Whole-prompt hits get -1 placeholder drafts; partial ones resume inside the prompt."""
-    medusa = make_engine(enable_prefix_caching=True, speculative_config=speculative(random_heads))
+    medusa = make_engine(
+        enable_prefix_caching=True, speculative_config=harness.speculation(random_heads)
+    )
     watch_input_ids(medusa)
     [base] = harness.prompts(1, lengths=[130], vocab_size=VOCAB_SIZE, seed=2)
     # The second block-aligned copy is a whole-prompt hit; others share 1, 2, 3 or 4 blocks.
@@ -121,7 +121,9 @@ def test_preemption_with_a_tiny_cache(
     make_engine: Any, plain: Any, random_heads: Path, draft: str
 ) -> None:
     medusa = make_engine(
-        num_gpu_blocks_override=14, max_model_len=160, speculative_config=speculative(random_heads)
+        num_gpu_blocks_override=14,
+        max_model_len=160,
+        speculative_config=harness.speculation(random_heads),
     )
     requests = harness.prompts(8, lengths=[30, 50, 60], vocab_size=VOCAB_SIZE, seed=3)
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
@@ -174,7 +176,7 @@ def watch_preemptions(engine: Any) -> list[str]:
 
 
 def test_abort_and_reuse_of_a_request_id(make_engine: Any, plain: Any, random_heads: Path) -> None:
-    medusa = make_engine(speculative_config=speculative(random_heads))
+    medusa = make_engine(speculative_config=harness.speculation(random_heads))
     first, second, other = harness.prompts(3, lengths=[20], vocab_size=VOCAB_SIZE, seed=4)
     drafter = harness.plant(medusa, [harness.BUSHY], VOCAB_SIZE, 1.0)
     harness.teach(drafter, plain, [first, second, other], GREEDY)
@@ -216,7 +218,7 @@ def test_requests_kept_while_the_engine_sleeps(
     make_engine: Any, plain: Any, random_heads: Path, level: int
 ) -> None:
     """On a CPU sleeping is a pause; from level 1 on, requests are preempted and start anew."""
-    medusa = make_engine(speculative_config=speculative(random_heads))
+    medusa = make_engine(speculative_config=harness.speculation(random_heads))
     requests = harness.prompts(4, lengths=[20, 70], vocab_size=VOCAB_SIZE, seed=7)
     drafter = harness.plant(medusa, [harness.BUSHY], VOCAB_SIZE, 0.7)
     harness.teach(drafter, plain, requests, GREEDY)
@@ -249,7 +251,9 @@ def test_committed_kv_equals_that_of_a_fresh_prefill(
     """Compaction leaves exactly the rows that a prefill of prompt and output writes."""
     from tvm_ops.layouts import read_rows
 
-    medusa = make_engine(enable_prefix_caching=False, speculative_config=speculative(random_heads))
+    medusa = make_engine(
+        enable_prefix_caching=False, speculative_config=harness.speculation(random_heads)
+    )
     [prompt] = harness.prompts(1, lengths=[45], vocab_size=VOCAB_SIZE, seed=5)
     params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
     drafter = harness.plant(medusa, [harness.TREES[shape]], VOCAB_SIZE, 0.0)

@@ -157,11 +157,7 @@ def test_random_traffic(make_engine: Any, random_heads: Path, name: str, seed: i
     expected = run(make_engine(), arrivals, medusa=False)
     assert len(expected) == NUM_REQUESTS
     medusa = make_engine(
-        speculative_config={
-            "method": "medusa",
-            "model": str(random_heads),
-            "num_speculative_tokens": harness.MAX_NODES,
-        },
+        speculative_config=harness.speculation(random_heads),
         **CONFIGS[name],
     )
     drafter = harness.plant(medusa, random_trees(pick, 8), VOCAB_SIZE, 0.8, seed)

@@ -82,11 +82,7 @@ def medusa(make_engine: Any, random_heads: Path) -> Any:
         # So little room that many requests are chunked and preempted.
         max_num_batched_tokens=64,
         num_gpu_blocks_override=12,
-        speculative_config={
-            "method": "medusa",
-            "model": str(random_heads),
-            "num_speculative_tokens": harness.MAX_NODES,
-        },
+        speculative_config=harness.speculation(random_heads),
     )
 
 
@@ -256,6 +252,19 @@ def mask_after(request: Any, tokens: Sequence[int]) -> list[int] | None:
     return mask
 
 
+def watch_token(engine: Any, token: int, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each path that gains `token` from now on, whether it was a node; else the bonus token."""
+    seen: list[bool] = []
+
+    def count(step_requests: Sequence[Any], paths: Sequence[Any]) -> None:
+        for path in paths:
+            if token in path.tokens:
+                seen.append(path.tokens.index(token) < len(path.rows))
+
+    monkeypatch.setattr(harness.runner_of(engine).accepted_tokens, "count", count)
+    return seen
+
+
 def test_a_grammar_ends_inside_an_accepted_path(
     plain: Any, medusa: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,15 +273,7 @@ def test_a_grammar_ends_inside_an_accepted_path(
     params = bound("choice")
     expected = harness.answers(plain, requests, params)
     plant(medusa, requests, expected, harness.HIT_RATES["oracle"], ["choice"])
-    ends = []
-    counter = harness.runner_of(medusa).accepted_tokens
-
-    def count(step_requests: Sequence[Any], paths: Sequence[Any]) -> None:
-        for path in paths:
-            if EOS_TOKEN_ID in path.tokens:
-                ends.append(path.tokens.index(EOS_TOKEN_ID) < len(path.rows))
-
-    monkeypatch.setattr(counter, "count", count)
+    ends = watch_token(medusa, EOS_TOKEN_ID, monkeypatch)
     assert harness.answers(medusa, requests, params) == expected
     assert_conforms(["choice"] * 6, expected)
     assert len(ends) == 6
@@ -346,15 +347,7 @@ def test_reasoning_is_free_and_the_answer_is_not(
     expected = harness.answers(plain, requests, params)
     drafter = plant(medusa, requests, expected, harness.HIT_RATES[draft], [kind])
     drafter.alphabet = [*drafter.alphabet, end]
-    boundaries = []
-    counter = harness.runner_of(medusa).accepted_tokens
-
-    def count(step_requests: Sequence[Any], paths: Sequence[Any]) -> None:
-        for path in paths:
-            if end in path.tokens:
-                boundaries.append(path.tokens.index(end) < len(path.rows))
-
-    monkeypatch.setattr(counter, "count", count)
+    boundaries = watch_token(medusa, end, monkeypatch)
     assert harness.answers(medusa, requests, params) == expected
     assert drafter.branching_steps > 0
     assert any(boundaries) or draft == "adversarial", "no end of reasoning was a node"

@@ -46,11 +46,7 @@ def medusa(make_engine: Any, random_heads: Path) -> Any:
         distributed_executor_backend="mp",
         num_gpu_blocks_override=20,  # so that requests are preempted
         max_model_len=MAX_MODEL_LEN,
-        speculative_config={
-            "method": "medusa",
-            "model": str(random_heads),
-            "num_speculative_tokens": harness.MAX_NODES,
-        },
+        speculative_config=harness.speculation(random_heads),
     )
     engine.collective_rpc(ranks.disturb)
     engine.collective_rpc(ranks.watch)

@@ -77,12 +77,9 @@ def watch_logits(runner: Any) -> list[torch.Tensor]:
 
 def test_logits_of_a_node_in_trees_of_any_size(make_engine: Any, random_heads: Path) -> None:
     medusa = make_engine(
-        speculative_config={
-            "method": "medusa",
-            "model": str(random_heads),
-            "num_speculative_tokens": NUM_NODES,
-            "sizes": "fixed",
-        },
+        speculative_config=harness.speculation(
+            random_heads, num_speculative_tokens=NUM_NODES, sizes="fixed"
+        ),
     )
     [prompt] = harness.prompts(1, lengths=[50], vocab_size=VOCAB_SIZE, seed=31)
     full = first_tree_logits(medusa, prompt, NUM_NODES)

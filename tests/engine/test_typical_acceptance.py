@@ -28,11 +28,7 @@ def plain(make_engine: Any) -> Any:
 @pytest.fixture(scope="module")
 def medusa(make_engine: Any, random_heads: Path) -> Any:
     return make_engine(
-        speculative_config={
-            "method": "medusa",
-            "model": str(random_heads),
-            "num_speculative_tokens": harness.MAX_NODES,
-        },
+        speculative_config=harness.speculation(random_heads),
         additional_config={"medusa": {"sizes": "fixed"}},
     )
 
@@ -180,11 +176,7 @@ def test_a_session_that_streams_its_input_may_change_its_parameters(
 @pytest.fixture(scope="module")
 def typical_engine(make_engine: Any, random_heads: Path) -> Any:
     return make_engine(
-        speculative_config={
-            "method": "medusa",
-            "model": str(random_heads),
-            "num_speculative_tokens": harness.MAX_NODES,
-        },
+        speculative_config=harness.speculation(random_heads),
         additional_config={
             "medusa": {"acceptance": "typical", "typical_epsilon": 0.02, "typical_alpha": 0.1}
         },
