@@ -75,6 +75,22 @@ def texts(engine: Any, requests: Sequence[list[int]], params: Any) -> list[tuple
     return [completions[0].token_ids for completions in answers(engine, requests, params)]
 
 
+def random_trees(pick: random.Random, count: int, most_nodes: int = MAX_NODES) -> list[TokenTree]:
+    """Trees of all shapes, deep ones and bushy ones."""
+    trees = []
+    for _ in range(count):
+        parents, ranks, children = [-1], [-1], [0]
+        deep = pick.random() < 0.5
+        for row in range(1, pick.randint(1, most_nodes) + 1):
+            parent = pick.randrange(max(0, row - 3), row) if deep else pick.randrange(row)
+            parents.append(parent)
+            ranks.append(children[parent])
+            children[parent] += 1
+            children.append(0)
+        trees.append(TokenTree(tuple(parents), tuple(ranks)))
+    return trees
+
+
 def speculation(heads: Path, **options: Any) -> dict[str, Any]:
     """`speculative_config` of an engine with these heads, for trees of every shape here."""
     return {

@@ -11,7 +11,6 @@ import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-from medusa_plugin.tree.token_tree import TokenTree
 from tests.engine import harness
 from tests.engine.conftest import EOS_TOKEN_ID, VOCAB_SIZE
 
@@ -94,21 +93,6 @@ def random_arrivals(pick: random.Random) -> list[Arrival]:
     return arrivals
 
 
-def random_trees(pick: random.Random, count: int) -> list[TokenTree]:
-    trees = []
-    for _ in range(count):
-        parents, ranks, children = [-1], [-1], [0]
-        deep = pick.random() < 0.5
-        for row in range(1, pick.randint(1, harness.MAX_NODES) + 1):
-            parent = pick.randrange(max(0, row - 3), row) if deep else pick.randrange(row)
-            parents.append(parent)
-            ranks.append(children[parent])
-            children[parent] += 1
-            children.append(0)
-        trees.append(TokenTree(tuple(parents), tuple(ranks)))
-    return trees
-
-
 def run(llm: Any, arrivals: list[Arrival], medusa: bool) -> dict[str, Any]:
     """Final outputs by request id; aborted requests, which only Medusa gets, are left out."""
     engine = llm.llm_engine
@@ -160,7 +144,7 @@ def test_random_traffic(make_engine: Any, random_heads: Path, name: str, seed: i
         speculative_config=harness.speculation(random_heads),
         **CONFIGS[name],
     )
-    drafter = harness.plant(medusa, random_trees(pick, 8), VOCAB_SIZE, 0.8, seed)
+    drafter = harness.plant(medusa, harness.random_trees(pick, 8), VOCAB_SIZE, 0.8, seed)
     for arrival in arrivals:
         drafter.learn(arrival.prompt, expected[arrival.request_id].token_ids)
     found = run(medusa, arrivals, medusa=True)

@@ -19,7 +19,7 @@ from medusa_plugin.heads import TargetSpec, load_heads
 from tests.engine import harness, ranks
 from tests.engine.conftest import HIDDEN_SIZE, VOCAB_SIZE
 from tests.engine.drafters import PlantedDrafter
-from tests.engine.test_stress import assert_equal, random_arrivals, random_trees
+from tests.engine.test_stress import assert_equal, random_arrivals
 from tests.engine.test_stress import run as run_arrivals
 
 pytestmark = pytest.mark.timeout(300)  # a rank that waits for another one fails the test
@@ -109,7 +109,7 @@ def test_random_traffic(plain: Any, medusa: Any, seed: int) -> None:
     pick = random.Random(77 + seed)
     arrivals = random_arrivals(pick)
     expected = run_arrivals(plain, arrivals, medusa=False)
-    drafter = PlantedDrafter(random_trees(pick, 8), VOCAB_SIZE, 0.8, seed)
+    drafter = PlantedDrafter(harness.random_trees(pick, 8), VOCAB_SIZE, 0.8, seed)
     for arrival in arrivals:
         drafter.learn(arrival.prompt, expected[arrival.request_id].token_ids)
     medusa.collective_rpc(ranks.plant, args=(drafter,))

@@ -227,17 +227,9 @@ class MixedDrafter:
 
 
 def random_trees(pick: random.Random, count: int, most_nodes: int) -> list[TokenTree]:
-    """Trees of all shapes, and some that `harness` names."""
-    trees = []
-    for _ in range(count):
-        parents, ranks, children = [-1], [-1], [0]
-        deep = pick.random() < 0.5
-        for row in range(1, pick.randint(1, most_nodes) + 1):
-            parent = pick.randrange(max(0, row - 3), row) if deep else pick.randrange(row)
-            parents.append(parent)
-            ranks.append(children[parent])
-            children[parent] += 1
-            children.append(0)
-        trees.append(TokenTree(tuple(parents), tuple(ranks)))
+    """Trees of all shapes, and those that `harness` names."""
     named = harness.TREES.values()
-    return [*trees, *(tree.prefix(min(tree.num_nodes, most_nodes)) for tree in named)]
+    return [
+        *harness.random_trees(pick, count, most_nodes),
+        *(tree.prefix(min(tree.num_nodes, most_nodes)) for tree in named),
+    ]
