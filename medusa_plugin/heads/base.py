@@ -24,6 +24,8 @@ class TargetSpec:
     dtype: torch.dtype
     """Of the hidden states; the heads compute in it. float32, bfloat16 or float16."""
     device: torch.device
+    embedding: torch.Tensor | None = None
+    """Input embedding `[rows, hidden_size]`, for heads that read tokens; None where unknown."""
 
 
 @dataclass(frozen=True)
@@ -45,16 +47,35 @@ class Candidates:
         """
         return self.logits - self.all_logits.logsumexp(dim=-1, keepdim=True)
 
+    @classmethod
+    def best(cls, logits: torch.Tensor, draft_vocab: torch.Tensor | None, top_k: int) -> Candidates:
+        """The `top_k` best of each head.
+
+        Args:
+            logits: float32 `[num_heads, batch, n]` over the draft vocabulary.
+            draft_vocab: int64 `[n]`, the tokens' ids; None where they are the columns.
+            top_k: 1 to n.
+
+        Raises:
+            ValueError: `top_k` is out of range.
+        """
+        if not 1 <= top_k <= logits.shape[-1]:
+            raise ValueError(f"top_k is {top_k}, expected 1 to {logits.shape[-1]} draft tokens")
+        values, columns = logits.topk(top_k, dim=-1)
+        chosen = columns if draft_vocab is None else draft_vocab[columns]
+        return cls(chosen.transpose(0, 1), values.transpose(0, 1), logits.transpose(0, 1))
+
 
 class DraftHeads(ABC):
-    """Heads that draft from one hidden state: head h (0-based) proposes the token h + 2 ahead.
-
-    The token 1 ahead is the target's own.
-    """
+    """Head h (0-based) proposes the token h + 2 ahead; the token 1 ahead is the target's own."""
 
     num_heads: int
     max_top_k: int
     """Size of the draft vocabulary: the most candidates a head has."""
+
+
+class ParallelHeads(DraftHeads):
+    """Heads that draft independently of each other, all in one call."""
 
     @abstractmethod
     def propose(self, hidden: torch.Tensor, token_ids: torch.Tensor, top_k: int) -> Candidates:
@@ -67,4 +88,46 @@ class DraftHeads(ABC):
 
         Raises:
             ValueError: `hidden` has another width or `top_k` is out of range.
+        """
+
+
+class SequentialHeads(DraftHeads):
+    """Heads that read the tokens of a branch: a tree grows level by level, one call a level.
+
+    A node's state is a row of a tensor: what its head has to know of the hidden state and of the
+    tokens from the root to the node. Rows are independent of each other.
+    """
+
+    draft_vocab: torch.Tensor | None
+    """int64 `[max_top_k]`, target ids of the draft vocabulary; None for all."""
+
+    @abstractmethod
+    def begin(self, hidden: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        """State of the roots, `[batch, state width]`.
+
+        Args:
+            hidden: `[batch, hidden_size]`, after the target's final norm.
+            token_ids: int64 `[batch]`, the token that the target chose from `hidden`.
+
+        Raises:
+            ValueError: `hidden` has another width.
+        """
+
+    @abstractmethod
+    def advance(self, head: int, state: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        """State of nodes one level deeper, `[rows, state width of that level]`.
+
+        Args:
+            head: which is to propose their children, from 1.
+            state: `[rows, state width]` of their parents.
+            token_ids: int64 `[rows]` of the nodes, target vocabulary.
+        """
+
+    @abstractmethod
+    def logits(self, head: int, state: torch.Tensor) -> torch.Tensor:
+        """float32 `[rows, max_top_k]` over the draft vocabulary, for the children of nodes.
+
+        Args:
+            head: 0 for children of roots.
+            state: `[rows, state width]` of the nodes.
         """

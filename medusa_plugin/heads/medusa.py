@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from medusa_plugin.heads.base import Candidates, DraftHeads
+from medusa_plugin.heads.base import Candidates, ParallelHeads
 from medusa_plugin.heads.checkpoint import HeadWeights
 
 
-class MedusaHeads(DraftHeads):
+class MedusaHeads(ParallelHeads):
     """All heads in one batched pass.
 
     Args:
@@ -36,17 +36,12 @@ class MedusaHeads(DraftHeads):
         self.max_top_k = output.shape[-2]
 
     def propose(self, hidden: torch.Tensor, token_ids: torch.Tensor, top_k: int) -> Candidates:
-        """See `DraftHeads.propose`; `token_ids` is not looked at by this kind."""
-        if not 1 <= top_k <= self.max_top_k:
-            raise ValueError(f"top_k is {top_k}, expected 1 to {self.max_top_k} draft tokens")
+        """See `ParallelHeads.propose`; `token_ids` is not looked at by this kind."""
         if hidden.dim() != 2 or hidden.shape[1] != self._output.shape[-1]:
             raise ValueError(
                 f"hidden has shape {list(hidden.shape)}, expected [batch, {self._output.shape[-1]}]"
             )
-        logits = self.logits(hidden)
-        best, columns = logits.topk(top_k, dim=-1)
-        chosen = columns if self._draft_vocab is None else self._draft_vocab[columns]
-        return Candidates(chosen.transpose(0, 1), best.transpose(0, 1), logits.transpose(0, 1))
+        return Candidates.best(self.logits(hidden), self._draft_vocab, top_k)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 `[num_heads, batch, max_top_k]` over the draft vocabulary."""

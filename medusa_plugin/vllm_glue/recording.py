@@ -87,7 +87,7 @@ def sample_prompts(llm: Any, count: int, report: Reporter | None) -> list[str]:
     from vllm import SamplingParams
 
     tokenizer = llm.get_tokenizer()
-    before, after = _user_turn(tokenizer)
+    before, after = user_turn(tokenizer)
     ids = tokenizer.encode(before, add_special_tokens=False)
     found: dict[str, None] = {}
     for attempt in range(_TRIES):
@@ -184,7 +184,7 @@ def _runner(llm: Any) -> Any:
     return llm.llm_engine.model_executor.driver_worker.worker.model_runner
 
 
-def _user_turn(tokenizer: Any) -> tuple[str, str]:
+def user_turn(tokenizer: Any) -> tuple[str, str]:
     """What the chat template puts before a first user turn, and how it ends one."""
     if tokenizer.chat_template is None:
         raise NoUserTurnError(

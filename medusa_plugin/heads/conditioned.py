@@ -1,0 +1,49 @@
+"""Root-conditioned heads: every head also sees the token that the target has just chosen.
+
+That token is known when drafting starts, so all heads still run in one call.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from medusa_plugin.heads.base import Candidates, ParallelHeads, TargetSpec
+from medusa_plugin.heads.trained import Inputs, Output, TrainedConfig
+
+
+class ConditionedHeads(nn.Module, ParallelHeads):
+    """a = SiLU(W h + U e + b), shared; head k: logits = table (V_k a).
+
+    h is the standardised hidden state, e the embedding of the token just chosen.
+
+    Args:
+        config: of the checkpoint.
+        target: gives the embedding, and the lm head where there is no table.
+        draft_vocab: int64 `[n]`, distinct ids of the tokens that may be proposed; None for all.
+    """
+
+    def __init__(
+        self, config: TrainedConfig, target: TargetSpec, draft_vocab: torch.Tensor | None
+    ) -> None:
+        super().__init__()
+        self.inputs = Inputs(config, target)
+        self.context = nn.Linear(config.hidden_size, config.width)
+        self.token = nn.Linear(config.hidden_size, config.width, bias=False)
+        self.heads = nn.Parameter(torch.empty(config.num_heads, config.width, config.output_width))
+        nn.init.normal_(self.heads, std=config.width**-0.5)
+        self.output = Output(config, target, draft_vocab)
+        self.num_heads = config.num_heads
+        self.max_top_k = self.output.size
+        self.draft_vocab = draft_vocab
+
+    def all_logits(self, hidden: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        """float32 `[num_heads, batch, max_top_k]`; see `propose`."""
+        mixed = self.context(self.inputs.hidden(hidden)) + self.token(self.inputs.tokens(token_ids))
+        logits: torch.Tensor = self.output(torch.matmul(F.silu(mixed), self.heads))
+        return logits
+
+    def propose(self, hidden: torch.Tensor, token_ids: torch.Tensor, top_k: int) -> Candidates:
+        """See `ParallelHeads.propose`."""
+        return Candidates.best(self.all_logits(hidden, token_ids), self.draft_vocab, top_k)

@@ -1,0 +1,126 @@
+"""Text that a model makes up itself, kept as JSON lines: one conversation, or why not, a line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from medusa_plugin.training.record import loop_start
+
+MIN_PROMPT_WORDS = 3
+MIN_ANSWER_TOKENS = 8
+
+# A model left alone asks what it was tuned to be asked; beginnings widen that to what people ask.
+OPENERS = (
+    *("Write a", "Write an", "Write me", "Compose", "Draft an email", "Create a", "Design a"),
+    *("Explain", "Explain how", "Explain why", "Describe", "Discuss", "Define", "Outline"),
+    *("What is", "What are", "What would", "What's the difference between", "Which", "Who"),
+    *("When", "Where", "Why", "Why do", "How", "How do I", "How can", "How many", "How does"),
+    *("Can you", "Could you please", "Please", "Help me", "Tell me", "Give me", "Show me"),
+    *("I need", "I have", "I want to", "I'm", "My", "We", "You are", "Imagine", "Pretend"),
+    *("Act as", "Suppose", "If", "Given", "Given a", "Consider", "Let", "There are", "The"),
+    *("Solve", "Calculate", "Find", "Prove", "Determine", "Implement", "Write a Python"),
+    *("Write a function", "Write a program", "Write code", "Fix", "Debug", "In C++", "In Java"),
+    *("Extract", "Summarize", "Rewrite", "Translate", "Edit", "Classify", "Identify", "Analyze"),
+    *("Compare", "Evaluate", "List", "Name", "Provide", "Suggest", "Recommend", "Generate"),
+    *("Is", "Is it", "Are there", "Do", "Does", "Should", "Based on", "Read the following", "In"),
+)
+"""Beginnings of a user's turn; every second prompt starts with one of them, in turn."""
+
+
+def opener_of(index: int) -> str:
+    """What the prompt of conversation `index` starts with; often nothing."""
+    return OPENERS[index // 2 % len(OPENERS)] if index % 2 else ""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One made-up prompt and the model's own answer."""
+
+    index: int
+    """Seeds the prompt, so the same index gives the same prompt."""
+    prompt: str
+    prompt_ids: tuple[int, ...]
+    """With the chat template, up to where the answer begins."""
+    answer_ids: tuple[int, ...]
+    """Cut where it starts to loop."""
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """An index of which no conversation came."""
+
+    index: int
+    reason: str
+
+
+def reason_against(text: str, token_ids: Iterable[int]) -> str | None:
+    """Why a made-up prompt is of no use; None where it is of use."""
+    ids = np.fromiter(token_ids, np.int64)
+    if len(text.split()) < MIN_PROMPT_WORDS:
+        return "short prompt"
+    return None if loop_start(ids) == len(ids) else "looping prompt"
+
+
+class SelfTextFile:
+    """Conversations on disk, appended one by one; what a killed run left behind is kept.
+
+    Args:
+        path: of the JSON lines; need not exist.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._drop_torn_line()
+
+    def _drop_torn_line(self) -> None:
+        """A kill may have left half a line at the end."""
+        if not self.path.exists():
+            return
+        with self.path.open("rb+") as file:
+            data = file.read()
+            file.truncate(data.rfind(b"\n") + 1)
+
+    def append(self, item: Conversation | Skipped) -> None:
+        """Add a line; it is in the file when this returns."""
+        if isinstance(item, Skipped):
+            entry: dict[str, Any] = {"index": item.index, "skipped": item.reason}
+        else:
+            entry = {
+                "index": item.index,
+                "prompt": item.prompt,
+                "prompt_ids": list(item.prompt_ids),
+                "answer_ids": list(item.answer_ids),
+            }
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+
+    def __iter__(self) -> Iterator[Conversation | Skipped]:
+        """All lines in the order in which they were written."""
+        if not self.path.exists():
+            return
+        with self.path.open(encoding="utf-8") as file:
+            for line in file:
+                entry = json.loads(line)
+                if "skipped" in entry:
+                    yield Skipped(entry["index"], entry["skipped"])
+                else:
+                    yield Conversation(
+                        entry["index"],
+                        entry["prompt"],
+                        tuple(entry["prompt_ids"]),
+                        tuple(entry["answer_ids"]),
+                    )
+
+    def conversations(self) -> list[Conversation]:
+        """By index; of several with the same prompt the first."""
+        found: dict[str, Conversation] = {}
+        made = [item for item in self if isinstance(item, Conversation)]
+        for item in sorted(made, key=lambda item: item.index):
+            found.setdefault(" ".join(item.prompt.lower().split()), item)
+        return list(found.values())
