@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -12,10 +11,18 @@ import torch
 from medusa_plugin.accept import AcceptedPath
 from medusa_plugin.batch import StepRequest
 from medusa_plugin.branches import LookupSource
-from medusa_plugin.heads.base import DraftHeads
+from medusa_plugin.growth import Growth, propose_all
+from medusa_plugin.heads.base import DraftHeads, SequentialHeads
+from medusa_plugin.static_nodes import StaticNodes
 from medusa_plugin.tree.budget import CostLearner, StepCosts, choose_sizes
 from medusa_plugin.tree.draft_tree import DraftTree, trees_of
-from medusa_plugin.tree.dynamic import Branches, FloatArray, Int64Array, RankedNodes, rank_nodes
+from medusa_plugin.tree.dynamic import (
+    Branches,
+    Int64Array,
+    RankedNodes,
+    independent,
+    rank_nodes,
+)
 from medusa_plugin.tree.estimate import HeadCalibration, HeadsEstimate, TreesEstimate
 from medusa_plugin.tree.switch import DraftSwitch
 from medusa_plugin.tree.token_tree import TokenTree
@@ -57,21 +64,6 @@ class Drafter(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class _Static:
-    """A static topology as arrays over its n nodes."""
-
-    heads: Int64Array
-    ranks: Int64Array
-    is_ancestor: FloatArray
-    """`[n, n]`, 1 where the column's node is on the row's path, itself included."""
-
-    @classmethod
-    def of(cls, tree: TokenTree) -> _Static:
-        rows = tree.mask_array[1:, None] >> np.arange(1, tree.num_rows) & 1
-        return cls(tree.depth_array[1:] - 1, np.array(tree.ranks[1:]), rows.astype(np.float32))
-
-
 class TreeDrafter:
     """Medusa heads over dynamic or static trees, as large as pays.
 
@@ -103,7 +95,7 @@ class TreeDrafter:
         self.tree = tree
         self.max_rows = max_rows
         self.estimate = HeadsEstimate(calibration or [HeadCalibration()] * heads.num_heads)
-        self._static = None if tree is None else _Static.of(tree)
+        self._static = None if tree is None else StaticNodes(tree)
         wanted = num_nodes if tree is None else max(tree.ranks) + 1
         self._top_k = min(wanted, heads.max_top_k)
         self._trees_estimate = TreesEstimate()
@@ -151,7 +143,8 @@ class TreeDrafter:
             ranked = self._with_heads(requests, paths, hidden_states, branches)
         elif branches is not None:
             nothing = np.zeros((len(limits), 0, 0), np.int64)
-            ranked = rank_nodes(nothing, nothing.astype(np.float32), self.num_nodes, branches)
+            no_heads = independent(nothing, nothing.astype(np.float32))
+            ranked = rank_nodes(no_heads, (len(limits), 0), self.num_nodes, branches)
         else:
             return [DraftTree.root_only()] * len(requests)
         sizes = self._sizes(ids, ranked, limits, self.costs)
@@ -200,28 +193,22 @@ class TreeDrafter:
     ) -> RankedNodes:
         """Nodes that each request could draft, best first."""
         roots = torch.tensor([path.tokens[-1] for path in paths], dtype=torch.int64)
-        candidates = self.heads.propose(hidden_states, roots.to(hidden_states.device), self._top_k)
-        tokens = candidates.token_ids.cpu().numpy()
-        log_probs = candidates.log_probs.cpu().numpy()
-        # Heads that overflow propose nothing: what is learnt from one request counts for all.
-        log_probs = np.where(np.isfinite(log_probs), log_probs, -np.inf)
-        log_probs = self.estimate.estimate(
-            [request.request_id for request in requests], tokens, log_probs
-        )
+        roots = roots.to(hidden_states.device)
+        ids = [request.request_id for request in requests]
+        shape = len(ids), self.heads.num_heads
+        if isinstance(self.heads, SequentialHeads):
+            growth = Growth(self.heads, hidden_states, roots, self._top_k, self.estimate, ids)
+            if self._static is None:
+                ranked = rank_nodes(growth.widest(self.num_nodes), shape, self.num_nodes, branches)
+            else:
+                ranked = self._static.grow(growth)
+            growth.offer()
+            return ranked
+        tokens, log_probs = propose_all(self.heads, hidden_states, roots, self._top_k)
+        log_probs = self.estimate.estimate(ids, tokens, log_probs)
         if self._static is None:
-            return rank_nodes(tokens, log_probs, self.num_nodes, branches)
-        return self._on_static_tree(self._static, tokens, log_probs)
-
-    def _on_static_tree(
-        self, static: _Static, tokens: Int64Array, log_probs: FloatArray
-    ) -> RankedNodes:
-        assert self.tree is not None
-        with np.errstate(invalid="ignore"):
-            own = np.maximum(log_probs[:, static.heads, static.ranks], -1e30)
-        # A prefix of the list is drafted: no node may look better than one before it.
-        values = np.minimum.accumulate(own @ static.is_ancestor.T, axis=1)
-        parents = np.tile(self.tree.parent_array, (len(tokens), 1))
-        return RankedNodes(values, parents, tokens[:, static.heads, static.ranks])
+            return rank_nodes(independent(tokens, log_probs), shape, self.num_nodes, branches)
+        return self._static.pick(tokens, log_probs)
 
     def _sizes(
         self, ids: Sequence[str], ranked: RankedNodes, limits: Int64Array, costs: StepCosts

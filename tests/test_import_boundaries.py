@@ -34,7 +34,9 @@ STAGES = {
     "batch": {"request_options", "tree"},
     "compact": {"accept"},
     "branches": {"lookup", "tree"},
-    "draft": {"accept", "batch", "branches", "heads", "tree"},
+    "growth": {"heads", "tree"},
+    "static_nodes": {"growth", "tree"},
+    "draft": {"accept", "batch", "branches", "growth", "heads", "static_nodes", "tree"},
     "step": {"accept", "batch", "compact", "draft", "tree", "typical"},
 }
 

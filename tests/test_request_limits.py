@@ -11,7 +11,7 @@ import torch
 from medusa_plugin.accept import AcceptedPath
 from medusa_plugin.batch import StepRequest
 from medusa_plugin.draft import TreeDrafter
-from medusa_plugin.heads.base import Candidates, DraftHeads
+from medusa_plugin.heads.base import Candidates, ParallelHeads
 from medusa_plugin.request_options import RequestOptions
 from medusa_plugin.tree.budget import CostCurve, StepCosts
 from medusa_plugin.tree.draft_tree import DraftTree
@@ -24,7 +24,7 @@ BUSHY = TokenTree.from_choices(
 )
 
 
-class SureHeads(DraftHeads):
+class SureHeads(ParallelHeads):
     """Three heads over 16 tokens, none of them improbable."""
 
     num_heads = 3

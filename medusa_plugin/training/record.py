@@ -12,6 +12,7 @@ import torch
 from medusa_plugin.accept import AcceptedPath
 from medusa_plugin.batch import StepRequest
 from medusa_plugin.draft import TreeDrafter
+from medusa_plugin.growth import propose_along
 from medusa_plugin.tree.draft_tree import DraftTree
 from medusa_plugin.tree.dynamic import FloatArray, Int64Array
 
@@ -36,7 +37,7 @@ class Answer:
 
 
 class RecordingDrafter(TreeDrafter):
-    """Evaluates the heads after every token and drafts nothing.
+    """Drafts nothing and keeps every hidden state, from which the heads are evaluated at the end.
 
     So every token of an answer is a root once, whatever tree would have been drafted before it.
     """
@@ -44,7 +45,7 @@ class RecordingDrafter(TreeDrafter):
     def record(self, top_k: int) -> None:
         """Start anew, with `top_k` candidates a head."""
         self._top_k = min(top_k, self.heads.max_top_k)
-        self._recorded: dict[str, list[tuple[Int64Array, FloatArray]]] = {}
+        self._recorded: dict[str, list[torch.Tensor]] = {}
 
     def draft(
         self,
@@ -53,14 +54,8 @@ class RecordingDrafter(TreeDrafter):
         hidden_states: torch.Tensor,
     ) -> list[DraftTree]:
         """See `Drafter.draft`."""
-        roots = torch.tensor([path.tokens[-1] for path in paths], dtype=torch.int64)
-        candidates = self.heads.propose(hidden_states, roots.to(hidden_states.device), self._top_k)
-        tokens = candidates.token_ids.cpu().numpy()
-        log_probs = candidates.log_probs.cpu().numpy()
-        for i, request in enumerate(requests):
-            steps = self._recorded.setdefault(request.request_id, [])
-            steps.append((tokens[i], log_probs[i]))
-        self._evaluated_heads = True  # so their time is not taken for the step's other costs
+        for request, hidden in zip(requests, hidden_states.clone(), strict=True):
+            self._recorded.setdefault(request.request_id, []).append(hidden)
         return [DraftTree.root_only()] * len(requests)
 
     def forget(self, request_ids: Iterable[str]) -> None:
@@ -71,11 +66,12 @@ class RecordingDrafter(TreeDrafter):
         # The host may run a step past the end, never one less; the last token may lack its step.
         steps = self._recorded.pop(request_id)
         length = min(len(steps), len(tokens))
-        return Answer(
-            np.array(tokens[:length], np.int64),
-            np.stack([step[0] for step in steps[:length]]),
-            np.stack([step[1] for step in steps[:length]]),
+        kept = torch.tensor(tokens[:length], dtype=torch.int64)
+        hidden = torch.stack(steps[:length])
+        candidates, log_probs = propose_along(
+            self.heads, hidden, kept.to(hidden.device), self._top_k
         )
+        return Answer(kept.numpy(), candidates, log_probs)
 
 
 def loop_start(tokens: npt.NDArray[np.integer]) -> int:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from medusa_plugin.training.calibrate import futures
 from medusa_plugin.training.record import Answer
 from medusa_plugin.tree.budget import StepCosts
-from medusa_plugin.tree.dynamic import rank_nodes
+from medusa_plugin.tree.dynamic import independent, rank_nodes
 from medusa_plugin.tree.estimate import HeadCalibration, HeadsEstimate
 
 Floats = npt.NDArray[np.float64]
@@ -61,7 +61,7 @@ def _trees(
     ids = [str(i) for i in range(n)]
     tokens = answer.candidates[:, :, :num_nodes]
     logs = HeadsEstimate(calibration).estimate(ids, tokens, answer.log_probs[:, :, :num_nodes])
-    ranked = rank_nodes(tokens, logs, num_nodes)
+    ranked = rank_nodes(independent(tokens, logs), tokens.shape[:2], num_nodes)
     truth, rows = futures(answer), np.arange(n)
     count = ranked.tokens.shape[1]
     right = np.ones((n, count + 1), bool)

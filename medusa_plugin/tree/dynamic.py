@@ -1,9 +1,8 @@
 """Dynamic trees: the most probable nodes of this step, for all requests at once.
 
-Heads draft independently of each other, so a node's probability is the product of its path's, and
-never more than its parent's. The n best nodes are therefore a tree, and so is every prefix of them
-in the order of falling probability: what best-first search finds (OPT-Tree, EAGLE-2), level by
-level and without a loop over nodes.
+A node's probability is the product of its path's, and never more than its parent's. The n best
+nodes are therefore a tree, and so is every prefix of them in the order of falling probability:
+what best-first search finds (OPT-Tree, EAGLE-2), level by level and without a loop over nodes.
 
 A branch is a chain of tokens from another source, such as prompt look-up. It joins the same
 ranking: where it goes on, the next token's distribution is a mixture of the head's and the
@@ -13,6 +12,7 @@ branch's, so a token that both propose is one node.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,21 +45,53 @@ class Branches:
 
 
 @dataclass(frozen=True)
-class _Level:
-    """Nodes of one depth that were kept."""
+class Level:
+    """Nodes of one depth that were kept, c for each request."""
 
     values: FloatArray
-    """`[batch, c]` log-probability of the path."""
+    """`[batch, c]` log-probability of the path; -inf where there is no node."""
     parents: Int64Array
     """`[batch, c]` column in the level above."""
     tokens: Int64Array
+    """`[batch, c]`; of the first level's parents, which are the roots, 0."""
     on_branch: Int64Array
     """`[batch]` column that the branch has reached; -1 where it ended or was not kept."""
 
 
+@dataclass(frozen=True)
+class Expansion:
+    """Candidates for the children of w nodes of a level, for each request."""
+
+    columns: Int64Array
+    """`[batch, w]` of the nodes in their level, distinct; the branch's is among them."""
+    tokens: Int64Array
+    """`[batch, w or 1, k]`, distinct within a node; one for all where they do not differ."""
+    log_probs: FloatArray
+    """`[batch, w or 1, k]` of a candidate where its path is right, at most 0."""
+
+
+Expand = Callable[[int, Level], Expansion]
+"""Head and the level whose nodes' children it proposes -> candidates."""
+
+
+def independent(tokens: Int64Array, log_probs: FloatArray) -> Expand:
+    """Candidates of heads that do not look at the path: the same for every node of a level.
+
+    Args:
+        tokens: `[batch, num_heads, k]` candidates of each head, distinct within a head.
+        log_probs: `[batch, num_heads, k]` of a candidate where its path is right, at most 0.
+    """
+
+    def expand(head: int, above: Level) -> Expansion:
+        columns = np.broadcast_to(np.arange(above.values.shape[1]), above.values.shape)
+        return Expansion(columns, tokens[:, head, None], log_probs[:, head, None])
+
+    return expand
+
+
 def rank_nodes(
-    tokens: Int64Array,
-    log_probs: FloatArray,
+    expand: Expand,
+    shape: tuple[int, int],
     num_nodes: int,
     branches: Branches | None = None,
 ) -> RankedNodes:
@@ -69,21 +101,21 @@ def rank_nodes(
     is among the n best of the level above: so n nodes a level are enough.
 
     Args:
-        tokens: `[batch, num_heads, k]` candidates of each head, distinct within a head.
-        log_probs: `[batch, num_heads, k]` of a candidate where its path is right, at most 0.
+        expand: called once for each head, from the first.
+        shape: batch and number of heads.
         num_nodes: at least 1.
         branches: joined with the candidates.
     """
-    batch, num_heads, _ = tokens.shape
+    batch, num_heads = shape
     length = 0 if branches is None else branches.tokens.shape[1]
     root = np.zeros((batch, 1), np.int64)
-    level = _Level(root.astype(np.float32), root, root, np.zeros(batch, np.int64))
-    levels: list[_Level] = []
+    level = Level(root.astype(np.float32), root, root, np.zeros(batch, np.int64))
+    levels: list[Level] = []
     for depth in range(num_heads):
         branch = None
         if branches is not None and depth < length:
             branch = branches.tokens[:, depth], branches.probs[:, depth]
-        level = _next_level(level, tokens[:, depth], log_probs[:, depth], branch, num_nodes)
+        level = _next_level(level, expand(depth, level), branch, num_nodes)
         levels.append(level)
     if branches is not None and length > num_heads:
         levels += _tail(level, branches, num_heads)
@@ -91,59 +123,61 @@ def rank_nodes(
 
 
 def _next_level(
-    above: _Level,
-    tokens: Int64Array,
-    log_probs: FloatArray,
+    above: Level,
+    expansion: Expansion,
     branch: tuple[Int64Array, FloatArray] | None,
     num_nodes: int,
-) -> _Level:
+) -> Level:
     """The best `num_nodes` children of a level.
 
     Args:
         above: the level.
-        tokens: `[batch, k]` candidates.
-        log_probs: `[batch, k]`.
+        expansion: of its nodes.
         branch: `[batch]` next token of each branch and its probability.
         num_nodes: how many are kept.
     """
-    batch, width = above.values.shape
-    k = tokens.shape[1]
+    columns, k = expansion.columns, expansion.tokens.shape[2]
+    batch, width = columns.shape
     request = np.arange(batch)
-    pool = above.values[:, :, None] + log_probs[:, None, :]
+    rows = request[:, None]
+    pool = above.values[rows, columns][:, :, None] + expansion.log_probs
+    tokens = np.broadcast_to(expansion.tokens, pool.shape)
     if branch is None:
         pool = pool.reshape(batch, -1)
         joined = np.full(batch, -1)
     else:
         next_token, prob = branch
-        prob = np.where(above.on_branch >= 0, prob, 0).astype(np.float32)
+        goes_on = above.on_branch >= 0
+        prob = np.where(goes_on, prob, 0).astype(np.float32)
         reached = above.values[request, above.on_branch]
-        same = tokens == next_token[:, None]
+        at = (columns == above.on_branch[:, None]).argmax(1)
+        log_probs = np.broadcast_to(expansion.log_probs, pool.shape)[request, at]
+        same = tokens[request, at] == next_token[:, None]
         mixed = np.exp(log_probs) * (1 - prob[:, None]) + prob[:, None] * same
         agrees = same.any(1)
         with np.errstate(divide="ignore"):  # log 0 is -inf: no node
-            pool[request, above.on_branch] = np.where(
-                (above.on_branch >= 0)[:, None], np.log(mixed), pool[request, above.on_branch]
+            pool[request, at] = np.where(
+                goes_on[:, None], np.log(mixed) + reached[:, None], pool[request, at]
             )
-            pool[request, above.on_branch] += np.where(above.on_branch >= 0, reached, 0)[:, None]
             # A token that the head does not propose gets a column of its own.
             extra = np.where(agrees, -np.inf, reached + np.log(prob)).astype(np.float32)
         pool = np.concatenate([pool.reshape(batch, -1), extra[:, None]], 1)
-        joined = np.where(agrees, above.on_branch * k + same.argmax(1), width * k)
+        joined = np.where(agrees, at * k + same.argmax(1), width * k)
         joined[prob == 0] = -1
     count = min(num_nodes, pool.shape[1])
     # Sorted by column: of equal values the head's better candidate comes first.
     kept = np.sort(np.argpartition(-pool, count - 1, axis=1)[:, :count], axis=1)
     is_extra = kept == width * k
-    rows = request[:, None]
-    parents = np.where(is_extra, above.on_branch[:, None], kept // k)
-    chosen = tokens[rows, kept % k]
+    place = np.where(is_extra, 0, kept // k)
+    parents, chosen = columns[rows, place], tokens[rows, place, kept % k]
     if branch is not None:
+        parents = np.where(is_extra, above.on_branch[:, None], parents)
         chosen = np.where(is_extra, branch[0][:, None], chosen)
     found = kept == joined[:, None]
-    return _Level(pool[rows, kept], parents, chosen, np.where(found.any(1), found.argmax(1), -1))
+    return Level(pool[rows, kept], parents, chosen, np.where(found.any(1), found.argmax(1), -1))
 
 
-def _tail(above: _Level, branches: Branches, start: int) -> list[_Level]:
+def _tail(above: Level, branches: Branches, start: int) -> list[Level]:
     """What of the branches lies deeper than the heads reach: one node a level."""
     batch, length = branches.tokens.shape
     reached = above.values[np.arange(batch), above.on_branch]
@@ -153,7 +187,7 @@ def _tail(above: _Level, branches: Branches, start: int) -> list[_Level]:
     column = np.zeros((batch, 1), np.int64)
     ended = np.zeros(batch, np.int64)
     return [
-        _Level(
+        Level(
             values[:, i, None],
             np.maximum(above.on_branch, 0)[:, None] if i == 0 else column,
             branches.tokens[:, start + i, None],
@@ -163,7 +197,7 @@ def _tail(above: _Level, branches: Branches, start: int) -> list[_Level]:
     ]
 
 
-def _best(levels: list[_Level], batch: int, num_nodes: int) -> RankedNodes:
+def _best(levels: list[Level], batch: int, num_nodes: int) -> RankedNodes:
     """The best nodes of all levels in the order of falling probability."""
     if not levels:
         nothing = np.zeros((batch, 0), np.int64)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-FloatArray = npt.NDArray[np.float32]
-Int64Array = npt.NDArray[np.int64]
+from medusa_plugin.tree.dynamic import Expansion, FloatArray, Int64Array, Level
 
 
 @dataclass(frozen=True)
@@ -45,16 +44,77 @@ class Evidence:
         self.expected += expected
 
 
-@dataclass(frozen=True)
-class _Offer:
+class Offer(Protocol):
     """A request's candidates in a step, to be judged by the tokens emitted since."""
 
+    @property
+    def expected(self) -> float:
+        """Chance of the first head for a request like all others."""
+        ...
+
+    def along(self, tokens: Sequence[int]) -> tuple[Int64Array, FloatArray]:
+        """What was proposed on the path of `tokens`.
+
+        Returns:
+            `[h, k]` candidates of the first h heads, those which had their turn on the path, and
+            `[h]` the chance that one of a head's is right, before the corrections learnt here.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class _IndependentOffer:
+    """Of heads that propose the same on every path."""
+
     tokens: Int64Array
-    """`[num_heads, k]`."""
     calibrated: FloatArray
-    """`[num_heads]` chance that one of them is right, before the corrections learnt here."""
     expected: float
-    """The same of the first head for a request like all others."""
+
+    def along(self, tokens: Sequence[int]) -> tuple[Int64Array, FloatArray]:
+        """See `Offer.along`."""
+        return self.tokens, self.calibrated
+
+
+@dataclass(frozen=True)
+class LevelOffer:
+    """Candidates for the children of w nodes of a level, of all requests."""
+
+    level: Level
+    expansion: Expansion
+    calibrated: FloatArray
+    """`[batch, w]` chance that one of a node's candidates is right, uncorrected."""
+
+
+@dataclass(frozen=True)
+class _GrownOffer:
+    """Of heads that read the path: what was proposed at the nodes that were expanded."""
+
+    levels: Sequence[LevelOffer]
+    request: int
+    """Its place in the batch."""
+    expected: float
+
+    def along(self, tokens: Sequence[int]) -> tuple[Int64Array, FloatArray]:
+        """See `Offer.along`."""
+        column, found = 0, []
+        for depth, offer in enumerate(self.levels):
+            columns = offer.expansion.columns[self.request]
+            if depth:
+                if depth > len(tokens):
+                    break
+                level = offer.level
+                same = level.parents[self.request, columns] == column
+                same &= level.tokens[self.request, columns] == tokens[depth - 1]
+                place = int(same.argmax())
+                if not same[place]:
+                    break
+            else:
+                place = 0
+            column = int(columns[place])
+            found.append((offer.expansion.tokens[self.request, place], place, offer))
+        candidates = np.stack([row for row, _, _ in found])
+        calibrated = [offer.calibrated[self.request, place] for _, place, offer in found]
+        return candidates, np.array(calibrated, np.float32)
 
 
 @dataclass
@@ -72,7 +132,7 @@ class HeadsEstimate:
     calibration: Sequence[HeadCalibration]
     _heads: FloatArray = field(init=False)
     _requests: dict[str, Evidence] = field(init=False, default_factory=dict)
-    _offers: dict[str, _Offer] = field(init=False, default_factory=dict)
+    _offers: dict[str, Offer] = field(init=False, default_factory=dict)
 
     HEAD_FADE = 0.998
     """Per judgement: a head's record reaches back about 500 of them, over all requests."""
@@ -96,19 +156,51 @@ class HeadsEstimate:
             tokens: `[batch, num_heads, k]` candidates.
             log_probs: `[batch, num_heads, k]` by the heads.
         """
-        # logit(p) = log p - log(1 - p); a certain candidate would be infinite.
-        odds = log_probs - np.log1p(-np.exp(np.minimum(log_probs, -1e-6)))
-        probs = 1 / (1 + np.exp(-(self._bias + self._scale * odds)))
+        probs = self._calibrate(log_probs, self._bias, self._scale)
         calibrated = np.minimum(probs.sum(2), 1)
         ratios = self.head_ratios()
         expected = np.minimum(calibrated[:, 0] * ratios[0], 1)
         for i, request_id in enumerate(request_ids):
-            self._offers[request_id] = _Offer(tokens[i], calibrated[i], float(expected[i]))
+            self._offers[request_id] = _IndependentOffer(
+                tokens[i], calibrated[i], float(expected[i])
+            )
         probs *= ratios[:, None]
         probs[:, 0] *= self._request_ratios(request_ids)[:, None]
-        with np.errstate(divide="ignore"):
-            result: FloatArray = np.log(np.minimum(probs, 1))
-        return result
+        return _log_probs(probs)
+
+    def estimate_level(
+        self, request_ids: Sequence[str], head: int, log_probs: FloatArray
+    ) -> tuple[FloatArray, FloatArray]:
+        """The same for one head at nodes of a level; `offer` has to follow.
+
+        Args:
+            request_ids: of the batch.
+            head: which proposes.
+            log_probs: `[batch, w, k]` of its candidates at w nodes.
+
+        Returns:
+            `[batch, w, k]` log-probability of each candidate where its path is right, and
+            `[batch, w]` the chance that one of a node's is right, uncorrected.
+        """
+        probs = self._calibrate(log_probs, self._bias[head], self._scale[head])
+        calibrated = np.minimum(probs.sum(2), 1)
+        probs *= self.head_ratios()[head]
+        if head == 0:
+            probs *= self._request_ratios(request_ids)[:, None, None]
+        return _log_probs(probs), calibrated
+
+    def offer(self, request_ids: Sequence[str], levels: Sequence[LevelOffer]) -> None:
+        """Note what was proposed in this step, level by level."""
+        expected = np.minimum(levels[0].calibrated[:, 0] * self.head_ratios()[0], 1)
+        for i, request_id in enumerate(request_ids):
+            self._offers[request_id] = _GrownOffer(levels, i, float(expected[i]))
+
+    @staticmethod
+    def _calibrate(log_probs: FloatArray, bias: FloatArray, scale: FloatArray) -> FloatArray:
+        # logit(p) = log p - log(1 - p); a certain candidate would be infinite.
+        odds = log_probs - np.log1p(-np.exp(np.minimum(log_probs, -1e-6)))
+        probs: FloatArray = 1 / (1 + np.exp(-(bias + scale * odds)))
+        return probs
 
     def head_ratios(self) -> FloatArray:
         """`[num_heads]` how many times more often each head is right than it was estimated."""
@@ -139,13 +231,19 @@ class HeadsEstimate:
             return
         num_heads = self._heads.shape[1]
         right = np.full((len(judged), num_heads), -1, np.int64)
-        for i, (_, tokens, _) in enumerate(judged):
-            known = tokens[:num_heads]
+        calibrated = np.zeros((len(judged), num_heads), np.float32)
+        offered: list[Int64Array] = []
+        for i, (offer, tokens, _) in enumerate(judged):
+            candidates, chances = offer.along(tokens)
+            known = tokens[: len(candidates)]
             right[i, : len(known)] = known
-        calibrated = np.stack([offer.calibrated for offer, _, _ in judged])
-        offered = np.stack([offer.tokens for offer, _, _ in judged])
+            calibrated[i, : len(chances)] = chances
+            offered.append(candidates)
         reached = right >= 0
-        hits = (offered == right[:, :, None]).any(2) & reached
+        hits = np.zeros_like(reached)
+        for i, candidates in enumerate(offered):
+            n = len(candidates)
+            hits[i, :n] = (candidates == right[i, :n, None]).any(1) & reached[i, :n]
         self._heads *= self.HEAD_FADE ** reached.sum(0)
         self._heads += hits.sum(0), (calibrated * reached).sum(0)
         for hit, (offer, _, evidence) in zip(hits[:, 0].tolist(), judged, strict=True):
@@ -156,6 +254,12 @@ class HeadsEstimate:
         for request_id in request_ids:
             self._requests.pop(request_id, None)
             self._offers.pop(request_id, None)
+
+
+def _log_probs(probs: FloatArray) -> FloatArray:
+    with np.errstate(divide="ignore"):
+        result: FloatArray = np.log(np.minimum(probs, 1))
+    return result
 
 
 @dataclass

@@ -6,11 +6,11 @@ import random
 
 import torch
 
-from medusa_plugin.heads.base import Candidates, DraftHeads
+from medusa_plugin.heads.base import Candidates, ParallelHeads
 from tests.engine.conftest import VOCAB_SIZE
 
 
-class PlantedHeads(DraftHeads):
+class PlantedHeads(ParallelHeads):
     """Four heads; for each request the right token has a random rank, or is not there."""
 
     num_heads = 4

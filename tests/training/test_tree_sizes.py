@@ -8,7 +8,7 @@ import pytest
 from medusa_plugin.training.record import Answer
 from medusa_plugin.training.tree_sizes import rates, tokens_per_step
 from medusa_plugin.tree.budget import CostCurve, StepCosts
-from medusa_plugin.tree.dynamic import rank_nodes
+from medusa_plugin.tree.dynamic import independent, rank_nodes
 from medusa_plugin.tree.estimate import HeadCalibration, HeadsEstimate
 
 NUM_HEADS, RANKS, NUM_NODES = 3, 5, 6
@@ -34,7 +34,8 @@ def walked(answer: Answer, size: int) -> tuple[int, int]:
         logs = HeadsEstimate(CALIBRATION).estimate(
             ["a"], answer.candidates[here], answer.log_probs[here]
         )
-        ranked = rank_nodes(answer.candidates[here], logs, NUM_NODES)
+        expand = independent(answer.candidates[here], logs)
+        ranked = rank_nodes(expand, (1, NUM_HEADS), NUM_NODES)
         row, depth = 0, 0
         while True:
             wanted = answer.tokens[position + depth + 1]

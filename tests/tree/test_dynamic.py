@@ -8,7 +8,21 @@ import numpy as np
 import pytest
 
 from medusa_plugin.tree.draft_tree import DraftTree, relations
-from medusa_plugin.tree.dynamic import Branches, RankedNodes, rank_nodes
+from medusa_plugin.tree.dynamic import (
+    Branches,
+    FloatArray,
+    Int64Array,
+    RankedNodes,
+    independent,
+)
+from medusa_plugin.tree.dynamic import rank_nodes as rank_any_nodes
+
+
+def rank_nodes(
+    tokens: Int64Array, log_probs: FloatArray, num_nodes: int, branches: Branches | None = None
+) -> RankedNodes:
+    """Of heads that do not look at the path."""
+    return rank_any_nodes(independent(tokens, log_probs), tokens.shape[:2], num_nodes, branches)
 
 
 def candidates(
