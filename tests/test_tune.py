@@ -14,6 +14,7 @@ from medusa_plugin.commands.demo import Mode
 from medusa_plugin.commands.main import app
 from medusa_plugin.heads.tuning import HeadsTuning
 from medusa_plugin.training.record import Answer
+from medusa_plugin.training.tree_sizes import Yield
 from medusa_plugin.tree.budget import CostCurve, StepCosts
 from medusa_plugin.vllm_glue.recording import EngineFacts, Recording
 
@@ -24,7 +25,8 @@ COSTS = StepCosts(CostCurve((1, 64), (1.0, 1.0)), CostCurve((1,), (0.25,)))
 
 def measured(*answers: Answer) -> tune.Measured:
     facts = EngineFacts("heads", NUM_HEADS, NUM_NODES, 300, "float32", 64)
-    return tune.Measured(facts, Recording(answers, COSTS))
+    fits = tune.fit_answers(answers, NUM_NODES)
+    return tune.Measured(facts, Recording(answers, COSTS), fits, Yield(np.ones(5), np.ones(5)))
 
 
 def contrary(length: int, seed: int) -> Answer:
@@ -45,9 +47,8 @@ def weights(tmp_path: Path) -> Path:
 
 
 def test_a_scale_that_is_nearly_nothing_makes_a_valid_file(weights: Path) -> None:
-    fits, tuning = tune.learn(
-        OPTIONS, measured(*(contrary(600_000, i) for i in (0, 1))), "p", weights
-    )
+    found = measured(*(contrary(600_000, i) for i in (0, 1)))
+    fits, tuning = found.fits, tune.learn(OPTIONS, found, "p", weights)
     assert fits[0].calibration.scale < 5e-5, "else it is not the case that this is about"
     assert HeadsTuning.model_validate_json(tuning.model_dump_json()) == tuning
     for fit, scaling in zip(fits, tuning.calibration, strict=True):
@@ -57,17 +58,17 @@ def test_a_scale_that_is_nearly_nothing_makes_a_valid_file(weights: Path) -> Non
 
 def test_a_tuning_says_where_it_comes_from(weights: Path, tmp_path: Path) -> None:
     answers = measured(contrary(30, 0), contrary(12, 1))
-    tuning = tune.learn(OPTIONS, answers, "p.txt", weights)[1]
+    tuning = tune.learn(OPTIONS, answers, "p.txt", weights)
     assert (tuning.measured_on.model, tuning.measured_on.prompts) == ("org/model", "p.txt")
     assert (tuning.measured_on.num_prompts, tuning.measured_on.num_tokens) == (2, 42)
     assert (tuning.draft_vocab_size, tuning.measured_on.dtype) == (300, "float32")
     local = replace(OPTIONS, model=str(tmp_path))
-    assert tune.learn(local, answers, "p", weights)[1].measured_on.model == tmp_path.name
+    assert tune.learn(local, answers, "p", weights).measured_on.model == tmp_path.name
 
 
-def test_one_answer_is_too_little(weights: Path) -> None:
+def test_one_answer_is_too_little() -> None:
     with pytest.raises(tune.TuneError, match=r"1 answers.*give more prompts"):
-        tune.learn(OPTIONS, measured(contrary(30, 0)), "p", weights)
+        tune.fit_answers([contrary(30, 0)], NUM_NODES)
 
 
 def test_the_engine_starts_without_an_earlier_tuning() -> None:

@@ -34,6 +34,8 @@ from medusa_plugin.vllm_glue.offline_engine import (
 if TYPE_CHECKING:
     from medusa_plugin.heads.tuning import HeadsTuning
     from medusa_plugin.training.calibrate import HeadFit
+    from medusa_plugin.training.record import Answer
+    from medusa_plugin.training.tree_sizes import Yield
     from medusa_plugin.vllm_glue.recording import EngineFacts, Recording
 
 BATCHES = (1, 2, 4, 8, 16, 32)
@@ -65,6 +67,9 @@ class Measured:
 
     facts: EngineFacts
     recording: Recording
+    fits: list[HeadFit]
+    yields: Yield
+    """Of the held-out answers."""
 
 
 def tune(
@@ -210,6 +215,7 @@ def _measure(console: Console, options: Options, asked: Mapping[str, str] | None
         prompt_lengths,
         record,
         sample_prompts,
+        simulate,
     )
 
     progress = Progress(
@@ -237,7 +243,10 @@ def _measure(console: Console, options: Options, asked: Mapping[str, str] | None
             _require_room(list(asked), engine.run(prompt_lengths, texts), known.max_model_len)
         request = RecordRequest(tuple(texts), options.max_tokens, max(RANKS, known.num_nodes))
         advance = _bar(progress, "Answering prompts", len(texts))
-        return Measured(known, engine.run(record, request, advance))
+        recording: Recording = engine.run(record, request, advance)
+        fits = fit_answers(recording.answers, known.num_nodes)
+        yields: Yield = engine.run(simulate, [fit.calibration for fit in fits])
+        return Measured(known, recording, fits, yields)
 
 
 def _require_room(places: Sequence[str], lengths: Sequence[int], max_model_len: int) -> None:
@@ -263,27 +272,26 @@ def _finish(
     out: Path | None,
     json_file: Path | None,
 ) -> None:
-    """Fit, write the files and show the tables."""
+    """Write the files and show the tables."""
     from medusa_plugin.commands import tune_report
     from medusa_plugin.heads import peek_heads
     from medusa_plugin.heads.tuning import write_tuning
     from medusa_plugin.training.calibrate import split
-    from medusa_plugin.training.tree_sizes import rates, tokens_per_step
+    from medusa_plugin.training.tree_sizes import rates
 
     weights = peek_heads(measured.facts.heads, use_tuning=False).path
-    fits, tuning = learn(options, measured, source, weights)
+    tuning = learn(options, measured, source, weights)
     file = write_tuning(tuning, weights, out)
 
     answers, costs = measured.recording.answers, measured.recording.costs
-    held_out = split(answers)[1]
-    yields = tokens_per_step(held_out, [fit.calibration for fit in fits], measured.facts.num_nodes)
+    fits, yields = measured.fits, measured.yields
     curves = [
         tune_report.Curve(
             batch, rates(yields.expected, costs, batch), rates(yields.simulated, costs, batch)
         )
         for batch in BATCHES
     ]
-    console.print(tune_report.fit_table(fits, len(answers), len(held_out)))
+    console.print(tune_report.fit_table(fits, len(answers), len(split(answers)[1])))
     console.print(tune_report.cost_table(costs))
     console.print(tune_report.size_table(curves, costs))
     console.print(f"Tuning written to {file}", highlight=False, soft_wrap=True)
@@ -295,18 +303,14 @@ def _finish(
         console.print(f"Figures written to {json_file}", highlight=False, soft_wrap=True)
 
 
-def learn(
-    options: Options, measured: Measured, source: str, weights: Path
-) -> tuple[list[HeadFit], HeadsTuning]:
-    """Fit the calibration and put it into the form of the file.
+def fit_answers(answers: Sequence[Answer], num_nodes: int) -> list[HeadFit]:
+    """Calibrate the heads on most answers, and judge that by the others.
 
     Raises:
         TuneError: there are fewer than two answers of use.
     """
-    from medusa_plugin.heads.tuning import HeadScaling, HeadsTuning, MeasuredOn, fingerprint
-    from medusa_plugin.training.calibrate import accuracies, fit_heads, judge, split
+    from medusa_plugin.training.calibrate import fit_heads, judge, split
 
-    answers = measured.recording.answers
     try:
         fit, held_out = split(answers)
     except ValueError as error:
@@ -314,10 +318,17 @@ def learn(
             f"too little to learn from: {error}. Answers that end or loop within 8 tokens do not "
             "count: give more prompts"
         ) from None
-    num_nodes = measured.facts.num_nodes
-    fits = fit_heads(judge(fit, num_nodes), judge(held_out, num_nodes), num_nodes)
-    table = accuracies(judge(answers, num_nodes))
-    tuning = HeadsTuning(
+    return fit_heads(judge(fit, num_nodes), judge(held_out, num_nodes), num_nodes)
+
+
+def learn(options: Options, measured: Measured, source: str, weights: Path) -> HeadsTuning:
+    """Put what was measured into the form of the file."""
+    from medusa_plugin.heads.tuning import HeadScaling, HeadsTuning, MeasuredOn, fingerprint
+    from medusa_plugin.training.calibrate import accuracies, judge
+
+    answers = measured.recording.answers
+    table = accuracies(judge(answers, measured.facts.num_nodes))
+    return HeadsTuning(
         fingerprint=fingerprint(weights),
         draft_vocab_size=measured.facts.draft_vocab_size,
         calibration=tuple(
@@ -325,7 +336,7 @@ def learn(
                 bias=round(fit.calibration.bias, 4),
                 scale=float(f"{fit.calibration.scale:.5g}"),  # never 0, which no engine would read
             )
-            for fit in fits
+            for fit in measured.fits
         ),
         accuracies=tuple(tuple(round(share, 4) for share in row) for row in table.tolist()),
         measured_on=MeasuredOn(
@@ -338,7 +349,6 @@ def learn(
             medusa=__version__,
         ),
     )
-    return fits, tuning
 
 
 def _plot(curves: Sequence[Any], path: Path) -> str:

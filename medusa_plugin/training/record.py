@@ -31,9 +31,16 @@ class Answer:
     log_probs: FloatArray
     """`[n, num_heads, k]` by the heads, natural logarithm."""
 
+    hidden: torch.Tensor | None = None
+    """`[n, hidden_size]` from which the target chose each token; needed to grow trees that read
+    the path."""
+
     def cut(self, length: int) -> Answer:
         """The first `length` tokens."""
-        return Answer(self.tokens[:length], self.candidates[:length], self.log_probs[:length])
+        hidden = None if self.hidden is None else self.hidden[:length]
+        return Answer(
+            self.tokens[:length], self.candidates[:length], self.log_probs[:length], hidden
+        )
 
 
 class RecordingDrafter(TreeDrafter):
@@ -42,8 +49,12 @@ class RecordingDrafter(TreeDrafter):
     So every token of an answer is a root once, whatever tree would have been drafted before it.
     """
 
+    answers: list[Answer]
+    """What is kept of the last recording, for whoever asks."""
+
     def record(self, top_k: int) -> None:
         """Start anew, with `top_k` candidates a head."""
+        self.answers = []
         self._top_k = min(top_k, self.heads.max_top_k)
         self._recorded: dict[str, list[torch.Tensor]] = {}
 
@@ -71,7 +82,7 @@ class RecordingDrafter(TreeDrafter):
         candidates, log_probs = propose_along(
             self.heads, hidden, kept.to(hidden.device), self._top_k
         )
-        return Answer(kept.numpy(), candidates, log_probs)
+        return Answer(kept.numpy(), candidates, log_probs, hidden)
 
 
 def loop_start(tokens: npt.NDArray[np.integer]) -> int:

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from medusa_plugin.growth import Growth
+from medusa_plugin.heads.base import DraftHeads, SequentialHeads
 from medusa_plugin.training.calibrate import futures
 from medusa_plugin.training.record import Answer
 from medusa_plugin.tree.budget import StepCosts
-from medusa_plugin.tree.dynamic import independent, rank_nodes
+from medusa_plugin.tree.dynamic import RankedNodes, independent, rank_nodes
 from medusa_plugin.tree.estimate import HeadCalibration, HeadsEstimate
 
 Floats = npt.NDArray[np.float64]
@@ -28,12 +31,17 @@ class Yield:
 
 
 def tokens_per_step(
-    answers: Sequence[Answer], calibration: Sequence[HeadCalibration], num_nodes: int
+    answers: Sequence[Answer],
+    heads: DraftHeads | None,
+    calibration: Sequence[HeadCalibration],
+    num_nodes: int,
 ) -> Yield:
     """Decode the answers again with dynamic trees of each size from 0 to `num_nodes`.
 
     Args:
         answers: greedy ones; those with no more tokens than heads count for nothing.
+        heads: that gave the candidates; needed where they read the path, and then the answers'
+            hidden states are too.
         calibration: one per head.
         num_nodes: the largest size.
     """
@@ -41,7 +49,10 @@ def tokens_per_step(
     steps = np.zeros(num_nodes + 1)
     for answer in answers:
         n, num_heads, _ = answer.candidates.shape
-        probs, accepted = _trees(answer, calibration, num_nodes)
+        if n <= num_heads:
+            continue
+        ranked = _rank(answer, heads, calibration, num_nodes)
+        probs, accepted = _follow(answer, ranked, num_nodes)
         for size in range(num_nodes + 1):
             position = 0
             while position + num_heads < n:  # beyond, the heads' future is unknown
@@ -53,15 +64,29 @@ def tokens_per_step(
     return Yield(expected / steps, gained / steps)
 
 
-def _trees(
-    answer: Answer, calibration: Sequence[HeadCalibration], num_nodes: int
-) -> tuple[Floats, Floats]:
+def _rank(
+    answer: Answer,
+    heads: DraftHeads | None,
+    calibration: Sequence[HeadCalibration],
+    num_nodes: int,
+) -> RankedNodes:
+    """The trees of all the answer's tokens, as a batch."""
+    n, num_heads, k = answer.candidates.shape
+    ids = [str(i) for i in range(n)]
+    estimate, k = HeadsEstimate(calibration), min(k, num_nodes)
+    if isinstance(heads, SequentialHeads):
+        assert answer.hidden is not None
+        roots = torch.from_numpy(answer.tokens).to(answer.hidden.device)
+        growth = Growth(heads, answer.hidden, roots, k, estimate, ids)
+        return rank_nodes(growth.widest(num_nodes), (n, num_heads), num_nodes)
+    tokens = answer.candidates[:, :, :k]
+    logs = estimate.estimate(ids, tokens, answer.log_probs[:, :, :k])
+    return rank_nodes(independent(tokens, logs), (n, num_heads), num_nodes)
+
+
+def _follow(answer: Answer, ranked: RankedNodes, num_nodes: int) -> tuple[Floats, Floats]:
     """`[n, num_nodes + 1]` expected and truly accepted nodes of the tree at each token."""
     n = len(answer.tokens)
-    ids = [str(i) for i in range(n)]
-    tokens = answer.candidates[:, :, :num_nodes]
-    logs = HeadsEstimate(calibration).estimate(ids, tokens, answer.log_probs[:, :, :num_nodes])
-    ranked = rank_nodes(independent(tokens, logs), tokens.shape[:2], num_nodes)
     truth, rows = futures(answer), np.arange(n)
     count = ranked.tokens.shape[1]
     right = np.ones((n, count + 1), bool)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from medusa_plugin.training.calibrate import split
 from medusa_plugin.training.record import Answer, RecordingDrafter, loop_start
+from medusa_plugin.training.tree_sizes import Yield, tokens_per_step
 from medusa_plugin.tree.budget import StepCosts
+from medusa_plugin.tree.estimate import HeadCalibration
 from medusa_plugin.vllm_glue.offline_engine import Reporter, prompt_ids
 
 _MARK = "medusa-user-turn"
@@ -150,7 +153,22 @@ def record(llm: Any, request: RecordRequest, report: Reporter | None) -> Recordi
         llm, drafter, rest, request.max_tokens, report and (lambda done: report(1 + done))
     )
     cut = [answer.cut(loop_start(answer.tokens)) for answer in answers]
-    return Recording(tuple(a for a in cut if len(a.tokens) >= MIN_ANSWER_TOKENS), costs)
+    drafter.answers = [answer for answer in cut if len(answer.tokens) >= MIN_ANSWER_TOKENS]
+    # Hidden states stay here, where the heads are.
+    return Recording(tuple(replace(a, hidden=None) for a in drafter.answers), costs)
+
+
+def simulate(llm: Any, calibration: Sequence[HeadCalibration], report: Reporter | None) -> Yield:
+    """Decode the recorded held-out answers again with trees of every size.
+
+    Args:
+        llm: the engine; `record` was its work before.
+        calibration: one per head.
+        report: not used.
+    """
+    drafter = _runner(llm).drafter.drafter
+    held_out = split(drafter.answers)[1]
+    return tokens_per_step(held_out, drafter.heads, calibration, drafter.num_nodes)
 
 
 def _answers(

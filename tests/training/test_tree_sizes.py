@@ -54,7 +54,7 @@ def walked(answer: Answer, size: int) -> tuple[int, int]:
 def test_answers_are_decoded_again_with_each_size() -> None:
     # Of several answers the long one counts more, and one without a step for nothing.
     answers = [random_answer(60, 1), random_answer(15, 3), random_answer(NUM_HEADS, 4)]
-    found = tokens_per_step(answers, CALIBRATION, NUM_NODES)
+    found = tokens_per_step(answers, None, CALIBRATION, NUM_NODES)
     counts = [[walked(a, size) for a in answers] for size in range(NUM_NODES + 1)]
     expected = [sum(t for t, _ in each) / sum(s for _, s in each) for each in counts]
     assert found.simulated.tolist() == pytest.approx(expected)
@@ -65,9 +65,10 @@ def test_answers_are_decoded_again_with_each_size() -> None:
 def test_impossible_candidates_are_no_nodes() -> None:
     answer = random_answer(40, 1)
     answer.log_probs[:, :, 1:] = -np.inf
-    found = tokens_per_step([answer], CALIBRATION, NUM_NODES)
+    found = tokens_per_step([answer], None, CALIBRATION, NUM_NODES)
     best = tokens_per_step(
         [Answer(answer.tokens, answer.candidates[:, :, :1], answer.log_probs[:, :, :1])],
+        None,
         CALIBRATION,
         NUM_NODES,
     )
@@ -77,7 +78,7 @@ def test_impossible_candidates_are_no_nodes() -> None:
 
 
 def test_answers_too_short_for_the_heads_count_for_nothing() -> None:
-    found = tokens_per_step([random_answer(NUM_HEADS, 2)], CALIBRATION, 2)
+    found = tokens_per_step([random_answer(NUM_HEADS, 2)], None, CALIBRATION, 2)
     assert found.simulated.tolist() == [0, 0, 0]
 
 
