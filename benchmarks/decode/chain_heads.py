@@ -15,7 +15,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from medusa_plugin.heads import AUTO_DRAFT_VOCAB_SIZE, HeadsError, TargetSpec, peek_heads
-from medusa_plugin.heads.checkpoint import HeadsInfo, HeadWeights, read_draft_vocab, read_weights
+from medusa_plugin.heads.draft_vocab import read_draft_vocab
+from medusa_plugin.heads.medusa import HeadWeights
+from medusa_plugin.heads.medusa_checkpoint import MedusaVariant
 
 WEIGHTS_FILE, CONFIG_FILE = "model.safetensors", "config.json"
 LM_HEAD_NAMES = ("lm_head.weight", "model.embed_tokens.weight")
@@ -35,16 +37,18 @@ def export_chain_heads(heads: Path, model: Path, directory: Path) -> int:
             language-model head.
     """
     info = peek_heads(heads)
+    if not isinstance(info.variant, MedusaVariant):
+        raise HeadsError(f"{info.path}: vLLM's chain runs plain Medusa heads, not {info.kind} ones")
     lm_head = _lm_head(model)
     vocab_size, hidden_size = lm_head.shape
     info.require_target(hidden_size=hidden_size, vocab_size=vocab_size)
     target = TargetSpec(hidden_size, vocab_size, lm_head, lm_head.dtype, torch.device("cpu"))
     token_map = None
-    if info.draft_vocab_ranked and not info.owns_lm_head:  # vLLM cannot cut own heads down
+    if info.draft_vocab_ranked and not info.variant.owns_lm_head:  # vLLM cannot cut own heads down
         token_map = read_draft_vocab(heads, vocab_size)[:AUTO_DRAFT_VOCAB_SIZE]
-    weights = read_weights(info, target)
+    weights = info.variant.read_weights(target)
     save_file(chain_tensors(weights, lm_head, token_map), directory / WEIGHTS_FILE)
-    config = chain_config(info, vocab_size, None if token_map is None else len(token_map))
+    config = chain_config(info.variant, vocab_size, None if token_map is None else len(token_map))
     (directory / CONFIG_FILE).write_text(json.dumps(config, indent=1) + "\n")
     return info.num_heads
 
@@ -76,19 +80,19 @@ def chain_tensors(
 
 
 def chain_config(
-    info: HeadsInfo, vocab_size: int, truncated_vocab_size: int | None
+    variant: MedusaVariant, vocab_size: int, truncated_vocab_size: int | None
 ) -> dict[str, object]:
     """config.json of vLLM's `MedusaConfig`."""
     return {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
-        "hidden_size": info.hidden_size,
+        "hidden_size": variant.hidden_size,
         "vocab_size": vocab_size,
         "truncated_vocab_size": truncated_vocab_size or vocab_size,
-        "num_heads": info.num_heads,
-        "num_hidden_layers": info.num_layers,
-        "medusa_fc_bias": info.has_bias,
-        "original_lm_head": not info.owns_lm_head,
+        "num_heads": variant.num_heads,
+        "num_hidden_layers": variant.num_layers,
+        "medusa_fc_bias": variant.has_bias,
+        "original_lm_head": not variant.owns_lm_head,
     }
 
 

@@ -4,22 +4,43 @@ from __future__ import annotations
 
 import json
 import zipfile
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 
 from medusa_plugin.heads.base import HeadsError
 
+CONFIG_FILE = "config.json"
+DRAFT_VOCAB_FILE = "draft_vocab.safetensors"
+DRAFT_VOCAB_KEY = "token_ids"
+
 Shape = tuple[int, ...]
 
-_FLOAT_DTYPES = {
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-}
+FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+INTEGERS = {"I32": torch.int32, "I64": torch.int64}
+FLOAT8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+_CODES = {dtype: code for code, dtype in (FLOATS | INTEGERS | FLOAT8).items()}
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a file says of a tensor before its values are read."""
+
+    file: Path
+    shape: Shape
+    dtype: str
+    """As safetensors writes it: "F32", "BF16", ..., or torch's name of a rare one."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its values; 0 for rare dtypes."""
+        known = FLOATS | INTEGERS | FLOAT8
+        size = known[self.dtype].itemsize if self.dtype in known else 0
+        return size * torch.Size(self.shape).numel()
 
 
 def is_there(file: Path) -> bool:
@@ -27,39 +48,40 @@ def is_there(file: Path) -> bool:
     return file.exists() or file.is_symlink()
 
 
-def read_shapes(file: Path) -> dict[str, Shape]:
-    """Shape of each tensor; of a safetensors file only the header is read.
+def read_headers(file: Path) -> dict[str, Header]:
+    """Header of each tensor; of a safetensors file no value is read.
 
     Raises:
-        HeadsError: the file is corrupt, or a tensor is no plain float.
+        HeadsError: the file is corrupt.
     """
     if file.suffix == ".safetensors":
-        shapes = {}
+        headers = {}
         try:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 (not a mapping)
                     view = opened.get_slice(name)
-                    _require_float(name, view.get_dtype(), file)
-                    shapes[name] = tuple(view.get_shape())
+                    headers[name] = Header(file, tuple(view.get_shape()), view.get_dtype())
         except (SafetensorError, OSError) as error:
             raise HeadsError(f"{file} is not a readable safetensors file: {error}") from error
-        return shapes
-    tensors = _read_pickle(file)
-    for name, tensor in tensors.items():
-        _require_float(name, _FLOAT_DTYPES.get(tensor.dtype, str(tensor.dtype)), file)
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        return headers
+    return {
+        name: Header(file, tuple(tensor.shape), _CODES.get(tensor.dtype, str(tensor.dtype)))
+        for name, tensor in _read_pickle(file).items()
+    }
 
 
-def read_tensors(file: Path) -> dict[str, torch.Tensor]:
-    """The tensors by name, on the CPU.
+def read_tensors(file: Path, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+    """Tensors by name, on the CPU: those of `names`, or all. Of the others no value is read.
 
     Raises:
         HeadsError: the file is corrupt.
     """
     if file.suffix != ".safetensors":
-        return _read_pickle(file)
+        tensors = _read_pickle(file)
+        return tensors if names is None else {name: tensors[name] for name in names}
     try:
-        return load_file(file)
+        with safe_open(file, framework="pt") as opened:
+            return {name: opened.get_tensor(name) for name in names or opened.keys()}
     except (SafetensorError, OSError) as error:
         raise HeadsError(f"{file} is not a readable safetensors file: {error}") from error
 
@@ -96,14 +118,6 @@ def _is_not_plain(tensor: torch.Tensor) -> str | None:
     if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
         return f"repeats few numbers to shape {list(tensor.shape)}"
     return None
-
-
-def _require_float(name: str, dtype: str, file: Path) -> None:
-    if dtype not in _FLOAT_DTYPES.values():
-        raise HeadsError(
-            f"{file}: {name} has dtype {dtype}, expected one of "
-            f"{', '.join(_FLOAT_DTYPES.values())}: convert the heads"
-        )
 
 
 def read_json_object(file: Path) -> dict[str, Any]:

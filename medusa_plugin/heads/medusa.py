@@ -5,11 +5,26 @@ Medusa (Cai et al., 2024): x <- x + SiLU(W x + b) per block, logits = lm_head x.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 
 from medusa_plugin.heads.base import Candidates, ParallelHeads
-from medusa_plugin.heads.checkpoint import HeadWeights
+
+
+@dataclass(frozen=True)
+class HeadWeights:
+    """Weights of all heads, stacked, in the target's dtype and on its device."""
+
+    num_heads: int
+    weights: tuple[torch.Tensor, ...]
+    """Per layer `[num_heads, hidden_size, hidden_size]`, output features before input features."""
+    biases: tuple[torch.Tensor, ...]
+    """Per layer `[num_heads, hidden_size]`; empty for heads without biases."""
+    lm_heads: torch.Tensor | None
+    """`[num_heads, rows, hidden_size]`, or `[rows, hidden_size]` where the heads share one of the
+    checkpoint's; None where they share the target's."""
 
 
 class MedusaHeads(ParallelHeads):
@@ -19,15 +34,24 @@ class MedusaHeads(ParallelHeads):
         weights: of the residual blocks, and the heads' own language-model heads if they have any.
         lm_head: `[vocab_size, hidden_size]` of the target, shared by heads without their own.
         draft_vocab: int64 `[n]`, distinct ids of the tokens that may be proposed; None for all.
+        columns: int64 `[n]`, rows of the language-model heads for these; None for all.
+        logit_scale: factor of the logits.
     """
 
     def __init__(
-        self, weights: HeadWeights, lm_head: torch.Tensor, draft_vocab: torch.Tensor | None
+        self,
+        weights: HeadWeights,
+        lm_head: torch.Tensor,
+        draft_vocab: torch.Tensor | None,
+        *,
+        columns: torch.Tensor | None,
+        logit_scale: float = 1.0,
     ) -> None:
         output = lm_head if weights.lm_heads is None else weights.lm_heads
-        if draft_vocab is not None:
-            output = output.index_select(-2, draft_vocab)
+        if columns is not None:
+            output = output.index_select(-2, columns)
         self._output = output
+        self._logit_scale = logit_scale
         self._draft_vocab = draft_vocab
         # Stored as baddbmm takes them: input features before output features.
         self._blocks = [weight.transpose(1, 2) for weight in weights.weights]
@@ -52,5 +76,7 @@ class MedusaHeads(ParallelHeads):
             else:
                 x = x + F.silu(torch.bmm(x, weight))
         if self._output.dim() == 2:
-            return F.linear(x, self._output).float()
-        return torch.bmm(x, self._output.transpose(1, 2)).float()
+            logits = F.linear(x, self._output).float()
+        else:
+            logits = torch.bmm(x, self._output.transpose(1, 2)).float()
+        return logits if self._logit_scale == 1.0 else logits * self._logit_scale

@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 
 from medusa_plugin.atomic_file import write_whole
 from medusa_plugin.heads.base import TargetSpec
-from medusa_plugin.heads.checkpoint import CONFIG_FILE, DRAFT_VOCAB_FILE, DRAFT_VOCAB_KEY
 from medusa_plugin.heads.conditioned import ConditionedHeads
+from medusa_plugin.heads.files import CONFIG_FILE, DRAFT_VOCAB_FILE, DRAFT_VOCAB_KEY
 from medusa_plugin.heads.recurrent import RecurrentHeads
 from medusa_plugin.heads.trained import TrainedConfig
 

@@ -28,7 +28,7 @@ from medusa_plugin.config import (
     MedusaConfigError,
 )
 from medusa_plugin.embedded import embedded_heads_path, is_embedded_model
-from medusa_plugin.heads import WEIGHTS_FILES, HeadsInfo, peek_heads
+from medusa_plugin.heads import MEDUSA_FILES, HeadsInfo, holds_heads, peek_heads
 from medusa_plugin.tree.static import choose_tree
 from medusa_plugin.tree.token_tree import TokenTree
 from medusa_plugin.vllm_glue.cli import METHOD
@@ -296,12 +296,12 @@ def find_heads(model: str) -> Path:
     """
     directory = Path(model)
     for candidate in (directory, directory / "medusa"):
-        if any((candidate / name).is_file() for name in WEIGHTS_FILES):
+        if holds_heads(candidate):
             return candidate
     if is_embedded_model(directory):
         return embedded_heads_path()
     raise MedusaConfigError(
         f"no Medusa heads were named and none lie beside the model {model!r} (looked for "
-        f"{' or '.join(WEIGHTS_FILES)} there and in its folder medusa/): give them with "
+        f"{' or '.join(MEDUSA_FILES)} and others there and in its folder medusa/): give them with "
         "--medusa-heads DIR or speculative_config={'method': 'medusa', 'model': DIR}"
     )

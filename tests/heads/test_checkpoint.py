@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from medusa_plugin.heads import HeadsError, TargetSpec, load_heads, peek_heads
+from medusa_plugin.heads.medusa_checkpoint import MedusaVariant
 from tests.heads.conftest import HIDDEN, VOCAB, HeadsWriter, make_target, make_tensors
 
 
@@ -35,10 +36,12 @@ def test_headers_tell_the_structure(write_heads: HeadsWriter, pickled: bool, own
         draft_vocab=[3, 1, 2],
     )
     info = peek_heads(path)
-    assert (info.num_heads, info.num_layers, info.hidden_size) == (3, 2, HIDDEN)
+    variant = info.variant
+    assert isinstance(variant, MedusaVariant)
+    assert (info.num_heads, variant.num_layers, info.hidden_size) == (3, 2, HIDDEN)
     assert info.vocab_size == (VOCAB if own else None)
-    assert info.owns_lm_head is own
-    assert info.has_bias
+    assert variant.owns_lm_head is own
+    assert variant.has_bias
     assert info.accuracies == ((0.5, 0.25), (0.25, 0.0), (0.125, 0.0))
     assert info.draft_vocab_ranked == 3
     shared = "own lm heads" if own else "shared lm head"
@@ -47,7 +50,7 @@ def test_headers_tell_the_structure(write_heads: HeadsWriter, pickled: bool, own
 
 def test_the_optional_files_may_be_missing(write_heads: HeadsWriter) -> None:
     info = peek_heads(str(write_heads(make_tensors(1, 1, bias=False))))
-    assert (info.has_bias, info.accuracies, info.draft_vocab_ranked) == (False, None, 0)
+    assert (info.variant.has_bias, info.accuracies, info.draft_vocab_ranked) == (False, None, 0)
     assert info.describe() == "1 Medusa head, 1 layer, shared lm head"
 
 
@@ -145,8 +148,12 @@ def test_an_lm_head_at_another_layer_does_not_belong(write_heads: HeadsWriter) -
 
 
 def test_the_same_tensor_under_two_names_is_refused(write_heads: HeadsWriter) -> None:
+    tensors = {**make_tensors(own=True), "0.00.linear.bias": torch.zeros(HIDDEN)}
+    refused(write_heads(tensors), "is there twice", "0.00.linear.bias", "0.0.linear.bias")
+    tensors = {**make_tensors(own=True), "0.02.weight": torch.zeros(VOCAB, HIDDEN)}
+    refused(write_heads(tensors), "is there twice", "0.02.weight", "0.2.weight")
     tensors = {**make_tensors(), "heads.0.0.linear.bias": torch.zeros(HIDDEN)}
-    refused(write_heads(tensors), "tensor 0.0.linear.bias is there twice")
+    refused(write_heads(tensors), "unknown tensor 'heads.0.0.linear.bias'")
 
 
 def test_an_empty_file_is_refused(write_heads: HeadsWriter) -> None:
