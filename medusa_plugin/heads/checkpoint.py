@@ -10,7 +10,9 @@ from typing import Any
 from medusa_plugin.heads.base import DraftHeads, HeadsError, TargetSpec
 from medusa_plugin.heads.draft_vocab import DraftVocabSize, choose_size, count_ranked
 from medusa_plugin.heads.files import DRAFT_VOCAB_FILE, is_there, read_json_object
+from medusa_plugin.heads.hydra_checkpoint import HydraVariant, recognises_hydra
 from medusa_plugin.heads.medusa_checkpoint import MedusaVariant
+from medusa_plugin.heads.mlp_checkpoint import MLPSpeculatorVariant, recognises_mlp_speculator
 from medusa_plugin.heads.source import TRAINED_FILE, Source, open_source
 from medusa_plugin.heads.trained_checkpoint import TrainedVariant
 from medusa_plugin.heads.tuning import HeadsTuning, find_tuning
@@ -134,6 +136,10 @@ def peek_heads(path: str | Path, *, use_tuning: bool = True) -> HeadsInfo:
 def _variant(source: Source) -> Variant:
     if source.file.name == TRAINED_FILE:
         return TrainedVariant(source)
+    if recognises_hydra(source):
+        return HydraVariant(source)
+    if recognises_mlp_speculator(source):
+        return MLPSpeculatorVariant(source)
     return MedusaVariant(source)
 
 

@@ -41,7 +41,14 @@ class MedusaProposer:
         """
         started = time.perf_counter()
         model_config = self._vllm_config.model_config
-        lm_head = gather_vocabulary(_output_embedding(target_model))
+        info = peek_heads(self._config.heads, use_tuning=self._config.tuning)
+        output = _output_embedding(target_model)
+        lm_head = gather_vocabulary(output)
+        embedding = None
+        if info.variant.reads_tokens:  # on every rank, since all give their rows
+            layer = _input_embedding(target_model)
+            tied = layer.weight is output.weight
+            embedding = lm_head if tied else gather_vocabulary(layer)
         if lm_head is None:
             return
         target = TargetSpec(
@@ -50,11 +57,11 @@ class MedusaProposer:
             lm_head=lm_head,
             dtype=model_config.dtype,
             device=lm_head.device,
+            embedding=embedding,
         )
         heads = load_heads(
             self._config.heads, target, draft_vocab_size=self._config.draft_vocab_size
         )
-        info = peek_heads(self._config.heads, use_tuning=self._config.tuning)
         plan = plan_trees(self._config, info)
         self.drafter = TreeDrafter(
             heads,
@@ -103,12 +110,31 @@ def _output_embedding(target_model: Any) -> Any:
     layer = getattr(target_model, "lm_head", None)
     if layer is None:
         layer = getattr(getattr(target_model, "model", None), "embed_tokens", None)
+    return _plain_layer(layer, "language-model head", target_model)
+
+
+def _input_embedding(target_model: Any) -> Any:
+    """The target's embedding of tokens.
+
+    Raises:
+        UnsupportedFeatureError: there is none in plain floating point.
+    """
+    layer = None
+    for path in (("model", "embed_tokens"), ("transformer", "wte"), ("model", "embeddings")):
+        found = target_model
+        for name in path:
+            found = getattr(found, name, None)
+        layer = layer if found is None else found
+    return _plain_layer(layer, "input embedding", target_model)
+
+
+def _plain_layer(layer: Any, what: str, target_model: Any) -> Any:
     layer = getattr(layer, "base_layer", layer)  # inside a wrapper for LoRA
     weight = getattr(layer, "weight", None)
     if not isinstance(weight, torch.Tensor) or not weight.is_floating_point() or weight.dim() != 2:
         raise UnsupportedFeatureError(
-            "medusa does not support yet: the language-model head of "
-            f"{type(target_model).__name__} ({type(layer).__name__}), which has no plain weight to "
-            "share with the heads. Run this model without speculation."
+            f"medusa does not support yet: the {what} of {type(target_model).__name__} "
+            f"({type(layer).__name__}), which has no plain weight to share with the heads. Run "
+            "this model without speculation."
         )
     return layer
