@@ -7,8 +7,10 @@ from typing import Annotated
 import typer
 
 from medusa_plugin import __version__
+from medusa_plugin.commands.convert import convert
 from medusa_plugin.commands.demo import demo
 from medusa_plugin.commands.doctor import doctor
+from medusa_plugin.commands.inspect import inspect
 from medusa_plugin.commands.tune import tune
 
 app = typer.Typer(
@@ -53,4 +55,6 @@ def path() -> None:
 
 app.command()(demo)
 app.command()(tune)
+app.command()(inspect)
+app.command()(convert)
 app.add_typer(doctor)

@@ -32,7 +32,7 @@ class HydraHead:
 
 
 class HydraHeads(SequentialHeads):
-    """x = S z + SiLU(W z), z = [h, e_0, ..., e_k]; then residual blocks, then a language-model head.
+    """x = S z + SiLU(W z), z = [h, e_0, ..., e_k]; then residual blocks and a language-model head.
 
     h is the target's hidden state, e_i the target's embedding of token i of the branch.
 

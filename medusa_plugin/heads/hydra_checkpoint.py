@@ -25,6 +25,8 @@ _FOREIGN = {
     "self_attn": "attention between the drafted tokens (eagle-attn)",
     "cross_attn": "cross-attention (cross-attn)",
 }
+_EMBEDDING = "input_embed_fn.weight"
+"""A frozen copy of the target's input embedding, which its authors' modules carry along."""
 _MAX_HEADS = 64
 _PARTS = ("weight", "bias")
 
@@ -162,6 +164,8 @@ def _local_names(source: Source) -> Mapping[str, str]:
     names: dict[str, str] = {}
     for name, header in source.headers.items():
         match = _NAME.fullmatch(name)
+        if name.removeprefix("hydra_head.") == _EMBEDDING:
+            continue
         if match is None:
             for part, reason in _FOREIGN.items():
                 if part in name:

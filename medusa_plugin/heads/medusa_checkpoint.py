@@ -73,7 +73,7 @@ class MedusaVariant(Variant):
         self.hidden_size = (first.shape or (0,))[-1]
         self._token_map = self._find("token_map")
         rows = self._check_shapes()
-        self.vocab_size = rows
+        self.vocab_size = self.table_size = rows
         if self._token_map is not None:
             header = source.headers[self._token_map]
             if header.dtype not in INTEGERS or len(header.shape) != 1:
