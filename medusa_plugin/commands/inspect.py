@@ -43,6 +43,8 @@ def inspect(
 
 def _print(console: Console, report: LoadReport) -> None:
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     for name, value in _rows(report):
         table.add_row(name, escape(value))
     console.print(table)

@@ -7,6 +7,7 @@ from pathlib import Path
 from medusa_plugin.heads.base import Candidates, DraftHeads, HeadsError, TargetSpec
 from medusa_plugin.heads.checkpoint import HeadsInfo, peek_heads
 from medusa_plugin.heads.draft_vocab import AUTO_DRAFT_VOCAB_SIZE, DraftVocabSize
+from medusa_plugin.heads.hub import locate_heads
 from medusa_plugin.heads.source import MEDUSA_FILES, holds_heads
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "TargetSpec",
     "holds_heads",
     "load_heads",
+    "locate_heads",
     "peek_heads",
 ]
 

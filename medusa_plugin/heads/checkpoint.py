@@ -10,6 +10,7 @@ from typing import Any
 from medusa_plugin.heads.base import DraftHeads, HeadsError, TargetSpec
 from medusa_plugin.heads.draft_vocab import DraftVocabSize, choose_size, count_ranked
 from medusa_plugin.heads.files import DRAFT_VOCAB_FILE, is_there, read_json_object
+from medusa_plugin.heads.hub import CALIBRATION_FILE, locate_heads
 from medusa_plugin.heads.hydra_checkpoint import HydraVariant, recognises_hydra
 from medusa_plugin.heads.medusa_checkpoint import MedusaVariant
 from medusa_plugin.heads.mlp_checkpoint import MLPSpeculatorVariant, recognises_mlp_speculator
@@ -19,8 +20,6 @@ from medusa_plugin.heads.tuning import HeadsTuning, find_tuning
 from medusa_plugin.heads.variant import Variant
 
 logger = logging.getLogger("vllm.medusa")
-
-CALIBRATION_FILE = "calibration.json"
 
 Accuracies = tuple[tuple[float, ...], ...]
 
@@ -111,16 +110,16 @@ class HeadsInfo:
 
 
 def peek_heads(path: str | Path, *, use_tuning: bool = True) -> HeadsInfo:
-    """Read the headers of the heads in directory `path`, and what is known about the heads.
+    """Read the headers of the heads at `path`, and what is known about the heads.
 
     Args:
-        path: the directory.
+        path: a directory, or a hub id.
         use_tuning: whether to look for the heads' tuning.
 
     Raises:
         HeadsError: a file is missing, corrupt or of another kind; names it and the first bad key.
     """
-    source = open_source(Path(path))
+    source = open_source(locate_heads(path))
     variant = _variant(source)
     accuracies = _read_calibration(source.directory, variant)
     ranked = count_ranked(source.directory) if variant.table_rows is None else variant.table_rows

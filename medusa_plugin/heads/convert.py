@@ -15,7 +15,7 @@ import torch
 
 from medusa_plugin.atomic_file import write_whole
 from medusa_plugin.heads.base import HeadsError
-from medusa_plugin.heads.checkpoint import CALIBRATION_FILE, peek_heads
+from medusa_plugin.heads.checkpoint import peek_heads
 from medusa_plugin.heads.files import CONFIG_FILE, DRAFT_VOCAB_FILE, FLOAT8, Header, is_there
 from medusa_plugin.heads.formats import (
     FASTER_DECODING,
@@ -26,6 +26,7 @@ from medusa_plugin.heads.formats import (
     Layout,
     TensorKey,
 )
+from medusa_plugin.heads.hub import CALIBRATION_FILE
 from medusa_plugin.heads.medusa_checkpoint import MedusaVariant
 from medusa_plugin.heads.source import HEADS_FILES, MEDUSA_FILES, MODEL_FILES
 
@@ -296,5 +297,5 @@ def _write_safetensors(
 def _write_values(stream: BinaryIO, tensor: torch.Tensor, num_bytes: int) -> int:
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     assert flat.numel() == num_bytes
-    stream.write(memoryview(flat.numpy()))
+    stream.write(flat.numpy().data)
     return num_bytes

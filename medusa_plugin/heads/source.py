@@ -138,6 +138,9 @@ def open_source(directory: Path) -> Source:
     if not directory.is_dir():
         raise HeadsError(f"no directory of Medusa heads at {directory}")
     files = _weights_files(directory)
+    for file in files:
+        if not is_there(file):
+            raise HeadsError(f"{file} is missing, but the index of {directory} names it")
     headers: dict[str, Header] = {}
     for file in files:
         for name, header in read_headers(file).items():
@@ -186,7 +189,7 @@ def _weights_files(directory: Path) -> list[Path]:
         if not is_there(file):
             continue
         if file.suffix == ".json":
-            return _shards(file)
+            return [directory / shard for shard in shard_names(file)]
         if name == "rank0.safetensors" and is_there(directory / "rank1.safetensors"):
             raise HeadsError(
                 f"{directory} holds a TensorRT-LLM checkpoint split over several ranks "
@@ -199,8 +202,12 @@ def _weights_files(directory: Path) -> list[Path]:
     )
 
 
-def _shards(index: Path) -> list[Path]:
-    """Files that an index names, those with heads only where it names heads."""
+def shard_names(index: Path) -> list[str]:
+    """Names of the files that an index lists; those with heads only where it lists heads.
+
+    Raises:
+        HeadsError: it is malformed.
+    """
     weight_map = _weight_map(index)
     merged = [file for name, file in weight_map.items() if name.startswith(MERGED_PREFIXES)]
     names = dict.fromkeys(merged or weight_map.values())
@@ -208,9 +215,7 @@ def _shards(index: Path) -> list[Path]:
         # An index from elsewhere must not point out of its directory.
         if Path(name).name != name:
             raise HeadsError(f"{index}: {name!r} is no file name")
-        if not is_there(index.parent / name):
-            raise HeadsError(f"{index} names {name}, which is missing beside it")
-    return [index.parent / name for name in names]
+    return list(names)
 
 
 def _weight_map(index: Path) -> dict[str, str]:

@@ -86,6 +86,14 @@ REGISTRATION_HOOKS = (
         "called without the speculative configuration",
         "vLLM keeps them with speculation",
     ),
+    Hook(
+        "vllm.model_executor.model_loader.default_loader",
+        "DefaultModelLoader.get_all_weights",
+        ("self", "model_config", "model"),
+        "load targets whose own files hold heads too",
+        "leaves out tensors medusa_head.* and medusa_heads.*, for Medusa",
+        "vLLM passes over tensors that the model does not have",
+    ),
 )
 """Wrapped in every process by `registration`."""
 

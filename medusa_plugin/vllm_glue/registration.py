@@ -29,6 +29,7 @@ def register() -> None:
     host.require_supported_host()
     # Everything is resolved before the first change, so a failure leaves vLLM as it was.
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
     from vllm.sampling_params import SamplingParams
     from vllm.v1.sample import logits_processor
     from vllm.v1.worker import gpu_model_runner
@@ -57,6 +58,11 @@ def register() -> None:
         (logits_processor, "build_logitsprocs", wrapped_build),
         # The runner imported the function by name.
         (gpu_model_runner, "build_logitsprocs", wrapped_build),
+        (
+            DefaultModelLoader,
+            "get_all_weights",
+            _wrap(DefaultModelLoader.get_all_weights, _get_all_weights),
+        ),
     ]
     for owner, name, replacement in changes:
         setattr(owner, name, replacement)
@@ -109,6 +115,12 @@ def _verify(
 
     original(params, model_config, speculative_config, *args, **kwargs)
     validate_request(params, model_config, speculative_config)
+
+
+def _get_all_weights(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    from medusa_plugin.vllm_glue.target_weights import without_heads
+
+    return without_heads(original, *args, **kwargs)
 
 
 def _build_logitsprocs(

@@ -28,7 +28,7 @@ from medusa_plugin.config import (
     MedusaConfigError,
 )
 from medusa_plugin.embedded import embedded_heads_path, is_embedded_model
-from medusa_plugin.heads import MEDUSA_FILES, HeadsInfo, holds_heads, peek_heads
+from medusa_plugin.heads import MEDUSA_FILES, HeadsInfo, holds_heads, locate_heads, peek_heads
 from medusa_plugin.tree.static import choose_tree
 from medusa_plugin.tree.token_tree import TokenTree
 from medusa_plugin.vllm_glue.cli import METHOD
@@ -276,7 +276,8 @@ def _read_options(model: str, speculative: dict[str, Any], options: Any) -> Medu
     if merged.get("heads") is None:
         merged["heads"] = find_heads(model)
     if isinstance(merged["heads"], str | Path):
-        merged["heads"] = str(Path(merged["heads"]).expanduser())
+        # A hub id becomes a directory here, once, before other processes read it.
+        merged["heads"] = str(locate_heads(Path(merged["heads"]).expanduser()))
     return MedusaConfig.from_options(merged)
 
 
