@@ -1,0 +1,101 @@
+"""Texts to learn from: token ids, and which of them are a model's answers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from medusa_plugin.training.self_text import Conversation, SelfTextFile
+
+HELD_OUT_EVERY = 20
+"""One conversation of so many is held out, whole."""
+
+
+class TrainingError(ValueError):
+    """Heads cannot be trained; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """One conversation as the target reads it."""
+
+    token_ids: tuple[int, ...]
+    answers: tuple[tuple[int, int], ...]
+    """First token and end of each answer, ascending; a first token is never token 0."""
+
+    def __post_init__(self) -> None:
+        end = 1
+        for start, stop in self.answers:
+            if not end <= start < stop <= len(self.token_ids):
+                raise ValueError(f"answers {self.answers} in {len(self.token_ids)} tokens")
+            end = stop
+
+    @property
+    def rows(self) -> int:
+        """Answer tokens, which is how many hidden states are kept."""
+        return sum(stop - start for start, stop in self.answers)
+
+    def cut(self, length: int) -> Text:
+        """The first `length` tokens."""
+        if len(self.token_ids) <= length:
+            return self
+        answers = [(start, min(stop, length)) for start, stop in self.answers if start < length]
+        return Text(self.token_ids[:length], tuple(answers))
+
+    def digest(self) -> bytes:
+        """Equal for equal texts."""
+        ids = np.array(self.token_ids, np.int64).tobytes()
+        return hashlib.sha256(ids + repr(self.answers).encode()).digest()
+
+
+def of_conversation(conversation: Conversation) -> Text:
+    """The text of a prompt that the model made up, and its answer."""
+    start = len(conversation.prompt_ids)
+    ids = conversation.prompt_ids + conversation.answer_ids
+    return Text(ids, ((start, len(ids)),))
+
+
+def self_made_texts(file: SelfTextFile) -> list[Text]:
+    """In the order of the file, so that what is appended later changes nothing before it.
+
+    Of several with the same prompt the first counts.
+    """
+    found: dict[str, Text] = {}
+    for item in file:
+        if isinstance(item, Conversation):
+            found.setdefault(" ".join(item.prompt.lower().split()), of_conversation(item))
+    return list(found.values())
+
+
+def split(texts: Sequence[Text]) -> tuple[list[Text], list[Text]]:
+    """Texts to train on, and held-out ones: about every 20th, at least one.
+
+    A hash of the first prompt decides, so the same prompt is never on both sides, and a text stays
+    on its side when others are added.
+
+    Raises:
+        TrainingError: there are fewer than two texts with an answer and different prompts.
+    """
+    texts = [text for text in texts if text.rows]
+    hashes = [_hash(text.token_ids[: text.answers[0][0]]) for text in texts]
+    different = set(hashes)
+    if len(different) < 2:
+        raise TrainingError(
+            f"{len(different)} conversations with an answer: training needs at least 2 of "
+            "different prompts, one of them held out; give more prompts, or raise --tokens"
+        )
+    held_out = {value for value in different if value % HELD_OUT_EVERY == 0}
+    if not held_out or held_out == different:
+        held_out = {min(different)}
+    return (
+        [text for text, value in zip(texts, hashes, strict=True) if value not in held_out],
+        [text for text, value in zip(texts, hashes, strict=True) if value in held_out],
+    )
+
+
+def _hash(token_ids: Sequence[int]) -> int:
+    digest = hashlib.sha256(np.array(token_ids, np.int64).tobytes()).digest()
+    return int.from_bytes(digest[:8], "little")
