@@ -1,96 +1,191 @@
-"""What heads learn from: a hidden state, the token chosen from it, and the tokens that follow."""
+"""Examples for heads: a hidden state, the token chosen from it, and the tokens that followed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from medusa_plugin.training.hidden_states import open_shard
+from medusa_plugin.training.hidden_states import Shard
 
-_CHUNK = 1 << 14
+MIXED_SHARDS = 4
+"""Shards in memory at a time; their examples are shuffled among each other."""
+NO_TOKEN = -1
+"""Where an answer has ended."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Positions of answers, in no order."""
+    """Examples of some positions."""
 
     hidden: torch.Tensor
-    """bfloat16 `[batch, hidden_size]`."""
+    """bf16 `[batch, hidden_size]`."""
     roots: torch.Tensor
-    """int64 `[batch]`, the tokens that the target chose from `hidden`."""
+    """int64 `[batch]`, the tokens chosen from `hidden`."""
     futures: torch.Tensor
-    """int64 `[num_heads, batch]`, what each head should propose; any token past the end."""
-    known: torch.Tensor
-    """bool `[num_heads, batch]`: the answer has not ended before."""
-    rows: torch.Tensor
-    """int64 `[batch]`, ascending, among all examples."""
+    """int64 `[batch, num_heads]` the tokens after them, which the heads should propose;
+    `NO_TOKEN` past the end of an answer."""
+    later: torch.Tensor | None = None
+    """bf16 `[batch, num_heads, hidden_size]` the states from which `futures` were chosen, for
+    distillation; of any value past the end."""
+
+    def to(self, device: torch.device) -> Batch:
+        """The same on another device."""
+        later = None if self.later is None else self.later.to(device)
+        return Batch(
+            self.hidden.to(device), self.roots.to(device), self.futures.to(device), later
+        )
+
+    def part(self, rank: int, world: int) -> Batch:
+        """The share of process `rank` of `world`."""
+        later = None if self.later is None else self.later[rank::world]
+        return Batch(
+            self.hidden[rank::world], self.roots[rank::world], self.futures[rank::world], later
+        )
+
+
+class Rows:
+    """Some shards in memory."""
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        read = [shard.read() for shard in shards]
+        self.hidden = torch.cat([hidden for hidden, _ in read])
+        self.tokens = torch.cat([tokens for _, tokens in read])
+        self.lengths = torch.cat([shard.lengths for shard in shards])
+        self.ends = self.lengths.cumsum(0).repeat_interleave(self.lengths)
+
+    def usable(self) -> torch.Tensor:
+        """int64, ascending: rows whose answer goes on."""
+        return torch.nonzero(torch.arange(len(self.ends)) + 1 < self.ends)[:, 0]
+
+    def batch(self, rows: torch.Tensor, num_heads: int, *, later: bool = False) -> Batch:
+        """The examples of `rows`, int64 `[batch]`."""
+        places = rows[:, None] + 1 + torch.arange(num_heads)
+        known = places < self.ends[rows, None]
+        places = places.clamp(max=len(self.tokens) - 1)
+        futures = torch.where(known, self.tokens[places], NO_TOKEN)
+        return Batch(
+            self.hidden[rows], self.tokens[rows], futures, self.hidden[places] if later else None
+        )
 
 
 class Examples:
-    """All rows of some shards.
+    """All examples of some shards, in an order that depends on the seed and the epoch alone.
 
     Args:
-        files: of the shards, at least one.
-
-    Raises:
-        HiddenStatesError: a file is damaged.
+        shards: at least one.
+        num_heads: futures of an example.
+        batch_size: examples of a batch; the last of some shards' batches may be smaller.
+        seed: of the order.
+        later: whether batches have `later`.
     """
 
-    def __init__(self, files: Sequence[Path]) -> None:
-        shards = [open_shard(file) for file in files]
-        self._hidden = [shard.hidden for shard in shards]
-        self._tokens = torch.cat([shard.tokens for shard in shards]).long()
-        self._left = torch.cat([shard.left for shard in shards])
-        held_out = torch.cat([shard.held_out for shard in shards])
-        sizes = torch.tensor([len(hidden) for hidden in self._hidden])
-        self._ends = sizes.cumsum(0)
-        usable = self._left > 0
-        self.train = (usable & ~held_out).nonzero().squeeze(1)
-        """int64, rows to train on: those after which at least one token comes."""
-        self.held_out = (usable & held_out).nonzero().squeeze(1)
-        """int64, rows to judge by."""
-        self._train_tokens = self._tokens[~held_out]
-        self._train_rows = (~held_out).nonzero().squeeze(1)
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        num_heads: int,
+        batch_size: int,
+        seed: int,
+        *,
+        later: bool = False,
+    ) -> None:
+        self._shards = list(shards)
+        self._num_heads = num_heads
+        self._batch_size = batch_size
+        self._seed = seed
+        self._later = later
 
-    def batch(self, rows: torch.Tensor, num_heads: int) -> Batch:
-        """The examples at `rows`.
+    def __len__(self) -> int:
+        return sum(_usable(shard) for shard in self._shards)
 
-        Args:
-            rows: int64 `[batch]`, any order.
-            num_heads: tokens to look ahead.
+    @property
+    def fingerprint(self) -> str:
+        """Of the examples and their order."""
+        shapes = [(shard.path.name, shard.lengths.tolist()) for shard in self._shards]
+        told = (shapes, self._num_heads, self._batch_size, self._seed, self._later)
+        return hashlib.sha256(repr(told).encode()).hexdigest()
+
+    def num_batches(self, epoch: int) -> int:
+        """Of an epoch."""
+        return sum(self._count(group) for group in self._groups(epoch))
+
+    def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
+        """The batches of an epoch, from batch `first` on.
+
+        At most `MIXED_SHARDS` shards are in memory.
         """
-        rows = rows.sort().values
-        ahead = rows + 1 + torch.arange(num_heads)[:, None]
-        known = self._left[rows] > torch.arange(num_heads)[:, None]
-        futures = self._tokens[ahead.clamp_max(len(self._tokens) - 1)]
-        return Batch(self.hidden(rows), self._tokens[rows], futures, known, rows)
+        for number, group in enumerate(self._groups(epoch)):
+            count = self._count(group)
+            if first >= count:
+                first -= count
+                continue
+            rows = Rows(group)
+            usable = rows.usable()
+            order = usable[torch.randperm(len(usable), generator=self._generator(epoch, number))]
+            for chosen in order.split(self._batch_size)[first:]:
+                yield rows.batch(chosen, self._num_heads, later=self._later)
+            first = 0
 
-    def hidden(self, rows: torch.Tensor) -> torch.Tensor:
-        """bfloat16 `[n, hidden_size]` of ascending `rows`."""
-        ends = torch.searchsorted(rows, self._ends).tolist()
-        parts, begin, start = [], 0, 0
-        for hidden, end in zip(self._hidden, ends, strict=True):
-            if end > begin:
-                parts.append(hidden[rows[begin:end] - start])
-            begin, start = end, start + len(hidden)
-        return torch.cat(parts)
+    def _groups(self, epoch: int) -> list[list[Shard]]:
+        order = torch.randperm(len(self._shards), generator=self._generator(epoch, -1)).tolist()
+        return [
+            [self._shards[i] for i in order[first : first + MIXED_SHARDS]]
+            for first in range(0, len(order), MIXED_SHARDS)
+        ]
 
-    def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean and standard deviation per channel of the training rows, float32."""
-        size = self._hidden[0].shape[1]
-        total, square = torch.zeros(2, size, dtype=torch.float64)
-        for rows in self._train_rows.split(_CHUNK):
-            hidden = self.hidden(rows).double()
-            total += hidden.sum(0)
-            square += hidden.square().sum(0)
-        mean = total / len(self._train_rows)
-        variance = square / len(self._train_rows) - mean.square()
-        return mean.float(), variance.clamp_min(1e-12).sqrt().float()
+    def _count(self, group: Sequence[Shard]) -> int:
+        return -(-sum(_usable(shard) for shard in group) // self._batch_size)
 
-    def rank_tokens(self, vocab_size: int) -> torch.Tensor:
-        """int64 `[vocab_size]`: all ids, the most frequent in training answers first."""
-        counts = torch.bincount(self._train_tokens, minlength=vocab_size)
-        return counts.sort(descending=True, stable=True).indices
+    def _generator(self, epoch: int, group: int) -> torch.Generator:
+        return torch.Generator().manual_seed((self._seed * 1_000_003 + epoch) * 10_007 + group + 1)
+
+
+def _usable(shard: Shard) -> int:
+    return shard.rows - len(shard.lengths)
+
+
+def sample(
+    shards: Sequence[Shard], num_heads: int, most: int, seed: int, *, later: bool = False
+) -> list[Batch]:
+    """About `most` examples of `shards`, the same for the same arguments; all in memory."""
+    batches, taken = [], 0
+    for batch in Examples(shards, num_heads, 1024, seed, later=later).batches(0):
+        batches.append(batch)
+        taken += len(batch.roots)
+        if taken >= most:
+            break
+    return batches
+
+
+def rank_tokens(shards: Sequence[Shard], vocab_size: int) -> torch.Tensor:
+    """int64 `[vocab_size]` all token ids, those most frequent in the answers first; ties by id."""
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    for shard in shards:
+        counts += torch.bincount(shard.read()[1], minlength=vocab_size)
+    return counts.argsort(descending=True, stable=True)
+
+
+@dataclass(frozen=True)
+class InputStatistics:
+    """Of the hidden states that heads read."""
+
+    mean: torch.Tensor
+    """float32 `[hidden_size]`."""
+    std: torch.Tensor
+    """float32 `[hidden_size]`."""
+
+
+def measure_inputs(shards: Sequence[Shard], most_shards: int = 16) -> InputStatistics:
+    """Mean and standard deviation of each channel, over the first `most_shards` shards."""
+    total = square = torch.zeros(())
+    rows = 0
+    for shard in shards[:most_shards]:
+        hidden = shard.read()[0].double()
+        total = total + hidden.sum(0)
+        square = square + hidden.square().sum(0)
+        rows += len(hidden)
+    mean = total / rows
+    variance = (square / rows - mean.square()).clamp(min=1e-12)
+    return InputStatistics(mean.float(), variance.sqrt().float())
