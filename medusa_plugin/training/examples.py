@@ -34,9 +34,7 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         """The same on another device."""
         later = None if self.later is None else self.later.to(device)
-        return Batch(
-            self.hidden.to(device), self.roots.to(device), self.futures.to(device), later
-        )
+        return Batch(self.hidden.to(device), self.roots.to(device), self.futures.to(device), later)
 
     def part(self, rank: int, world: int) -> Batch:
         """The share of process `rank` of `world`."""
@@ -124,7 +122,8 @@ class Examples:
             rows = Rows(group)
             usable = rows.usable()
             order = usable[torch.randperm(len(usable), generator=self._generator(epoch, number))]
-            for chosen in order.split(self._batch_size)[first:]:
+            for start in range(first * self._batch_size, len(order), self._batch_size):
+                chosen = order[start : start + self._batch_size]
                 yield rows.batch(chosen, self._num_heads, later=self._later)
             first = 0
 

@@ -224,18 +224,15 @@ class Trainer:
 
     def _sum_gradients(self, loss: torch.Tensor) -> float:
         """Over all processes, in place; returns the whole batch's loss."""
-        for parameter in self._parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
         if self._parallel:
-            pieces = [loss.reshape(1), *(p.grad.reshape(-1) for p in self._parameters)]
-            flat = torch.cat(pieces)
+            gradients = [_gradient(parameter) for parameter in self._parameters]
+            flat = torch.cat([loss.reshape(1), *(grad.reshape(-1) for grad in gradients)])
             dist.all_reduce(flat)
-            loss, place = flat[0], 1
-            for parameter in self._parameters:
-                grad = flat[place : place + parameter.numel()]
-                parameter.grad.copy_(grad.view_as(parameter))
-                place += parameter.numel()
+            place = 1
+            for grad in gradients:
+                grad.copy_(flat[place : place + grad.numel()].view_as(grad))
+                place += grad.numel()
+            loss = flat[0]
         return float(loss)
 
     def _agree(self, seconds: float) -> float:
@@ -331,6 +328,13 @@ def evaluate(
     weights = objective.weights(len(sums))
     loss = float((weights * sums / counts.clamp(min=1)).sum())
     return loss, (hits / known.clamp(min=1)[:, None]).tolist()
+
+
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    """Its gradient, 0 where the loss did not depend on it."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
 
 
 def _copy(heads: nn.Module) -> dict[str, torch.Tensor]:

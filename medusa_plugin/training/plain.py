@@ -11,15 +11,11 @@ from torch import nn
 
 from medusa_plugin.atomic_file import write_whole
 from medusa_plugin.heads.base import TargetSpec
-from medusa_plugin.heads.checkpoint import (
-    CONFIG_FILE,
-    DRAFT_VOCAB_FILE,
-    DRAFT_VOCAB_KEY,
-    WEIGHTS_FILES,
-    HeadWeights,
-)
-from medusa_plugin.heads.medusa import MedusaHeads
+from medusa_plugin.heads.files import CONFIG_FILE, DRAFT_VOCAB_FILE, DRAFT_VOCAB_KEY
+from medusa_plugin.heads.medusa import HeadWeights, MedusaHeads
 from medusa_plugin.training.examples import InputStatistics
+
+WEIGHTS_FILE = "medusa_lm_head.safetensors"
 
 
 class PlainHeads(nn.Module):
@@ -63,7 +59,7 @@ class PlainHeads(nn.Module):
 
     def all_logits(self, hidden: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """float32 `[num_heads, batch, draft vocabulary]`; `token_ids` is not looked at."""
-        return MedusaHeads(self.folded(), self.lm_head, None).logits(hidden)
+        return MedusaHeads(self.folded(), self.lm_head, None, columns=None).logits(hidden)
 
 
 def save_plain(
@@ -84,7 +80,7 @@ def save_plain(
         tensors[f"{head}.0.linear.weight"] = folded.weights[0][head]
         tensors[f"{head}.0.linear.bias"] = folded.biases[0][head]
     plain = {key: tensor.detach().to("cpu", dtype).contiguous() for key, tensor in tensors.items()}
-    save_file(plain, directory / WEIGHTS_FILES[0], metadata={"format": "pt"})
+    save_file(plain, directory / WEIGHTS_FILE, metadata={"format": "pt"})
     ranked = {DRAFT_VOCAB_KEY: draft_vocab.to("cpu", torch.int32).contiguous()}
     save_file(ranked, directory / DRAFT_VOCAB_FILE, metadata={"format": "pt"})
     config = {"medusa_num_heads": heads.num_heads, "medusa_num_layers": 1, "version": "2"}

@@ -53,11 +53,12 @@ def fresh_heads(
     if shape.kind == "medusa":
         return PlainHeads(shape.num_heads, target, kept, inputs).to(target.device)
     assert target.embedding is not None
-    target = replace(target, embedding=target.embedding.float(), lm_head=target.lm_head.float())
+    embedding = target.embedding.float()
+    target = replace(target, embedding=embedding, lm_head=target.lm_head.float())
     heads = build_trained(config_of(shape, target), target, kept)
     heads.inputs.mean.copy_(inputs.mean)
     heads.inputs.scale.copy_(1 / inputs.std)
-    heads.inputs.embedding_scale.fill_(1 / float(target.embedding[kept].std()))
+    heads.inputs.embedding_scale.fill_(1 / float(embedding[kept].std()))
     return heads.to(target.device)
 
 
