@@ -320,8 +320,8 @@ SCHEDULER_HOOKS = (
         _SCHEDULER,
         "Scheduler.finish_requests",
         ("self", "request_ids", "finished_status"),
-        "end such a request",
-        CALLED,
+        "end such a request, and know the blocks of one that is aborted while its step runs",
+        "notes the blocks before",
         _FINITE,
     ),
     Hook(
@@ -345,7 +345,7 @@ SCHEDULER_HOOKS = (
         "Scheduler.schedule",
         ("self", "throttle_prefills"),
         "clean the blocks of failed requests before others get them",
-        "adds their blocks to those to zero",
+        "adds those of their blocks that are handed out to those to zero",
         _FINITE,
     ),
 )

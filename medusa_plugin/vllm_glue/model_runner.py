@@ -90,6 +90,7 @@ class MedusaModelRunner(GPUModelRunner):
         self.accepted_tokens = AcceptedTokens()
         self._proposed: dict[str, DraftTree] = {}
         self._granted: GrantedTrees | None = None
+        self._hidden_states: torch.Tensor | None = None
         self._sample_hidden_states: torch.Tensor | None = None
         self._result = StepResult([], [], {})
         self._step_started = 0.0
@@ -216,13 +217,14 @@ class MedusaModelRunner(GPUModelRunner):
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Sample, book-keep and draft as vLLM does, with the step's hidden states at hand."""
         if self.execute_model_state is not None:
+            self._hidden_states = self.execute_model_state.hidden_states
             self._sample_hidden_states = self.execute_model_state.sample_hidden_states
         try:
             output: ModelRunnerOutput = super().sample_tokens(grammar_output)
             self._observe_step()
             return output
         finally:
-            self._sample_hidden_states = None
+            self._hidden_states = self._sample_hidden_states = None
             self._granted = None
             self._result = StepResult([], [], {})
 
@@ -269,6 +271,7 @@ class MedusaModelRunner(GPUModelRunner):
             self.input_batch.sampling_metadata,
             [self.requests[request.request_id].output_token_ids for request in requests],
             discarded,
+            self._failed_prefills(granted),
         )
         try:
             result = decode_step(
@@ -286,6 +289,22 @@ class MedusaModelRunner(GPUModelRunner):
         self._result = result
         self.accepted_tokens.count(requests, result.paths)
         return sampler.output(result.paths)
+
+    def _failed_prefills(self, granted: GrantedTrees) -> frozenset[int]:
+        """Batch indices of prefills whose prompt has rows that are not finite.
+
+        They fail at once, even where the last row does not see those (a sliding window): nobody
+        looks at the rows later, and they would be left in blocks that others get.
+        """
+        starts = self.query_start_loc.np[: len(granted.trees) + 1]
+        nodes = np.array([tree.num_rows for tree in granted.trees])
+        prefills = np.flatnonzero(np.diff(starts) != nodes)
+        if not len(prefills):
+            return frozenset()
+        assert self._hidden_states is not None
+        rows = self._hidden_states[: starts[-1]]
+        damaged = (~rows.isfinite().all(dim=-1)).cpu().numpy()
+        return frozenset(i for i in prefills.tolist() if damaged[starts[i] : starts[i + 1]].any())
 
     @property
     def medusa_drafter(self) -> Drafter:

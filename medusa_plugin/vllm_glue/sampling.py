@@ -40,6 +40,8 @@ class TreeRowSampler:
             path, and `finish` takes that back.
         discarded: batch indices whose token is thrown away (prefill chunks): their generators are
             not advanced.
+        failed: batch indices whose walk fails at once, since the prompt rows of the step are not
+            all finite.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class TreeRowSampler:
         metadata: SamplingMetadata,
         outputs: Sequence[list[int]],
         discarded: frozenset[int],
+        failed: frozenset[int] = frozenset(),
     ) -> None:
         self._sampler = sampler
         self._logits = logits
@@ -62,6 +65,7 @@ class TreeRowSampler:
         self._outputs = outputs
         self._lengths = [len(output) for output in outputs]
         self._discarded = discarded
+        self._failed = failed
         self._outputs_grew = False
         self._logprobs: list[LogprobsTensors] = []
         self._greedy_only = _is_plain_greedy(metadata)
@@ -89,13 +93,12 @@ class TreeRowSampler:
             drawn = [tokens[request] for request in requests]
         result: dict[int, int | None] = {}
         for request, token in zip(requests, drawn, strict=True):
-            # A discarded token never becomes output: what watches the output must not see it.
-            if request in self._discarded:
-                result[request] = token
-            elif token == NOT_FINITE:
+            if token == NOT_FINITE or request in self._failed:
                 result[request] = None
-            else:
-                result[request] = token
+                continue
+            result[request] = token
+            # A discarded token never becomes output: what watches the output must not see it.
+            if request not in self._discarded:
                 self._append(request, (token,))
         return result
 

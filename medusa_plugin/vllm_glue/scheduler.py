@@ -63,7 +63,10 @@ class MedusaScheduler(Scheduler):
         self._drafted: dict[str, DraftTree] = {}
         """What requests drafted, up to the last node that their grammar allows; the nodes that it
         refuses carry no token."""
+        self._ended_in_step: dict[str, set[int]] = {}
+        """Blocks of requests that were aborted while a step with them ran."""
         self._blocks_to_zero: set[int] = set()
+        """What failed requests have left; cleaned when another request gets it."""
 
     def update_draft_token_ids(self, draft_token_ids: DraftTrees) -> None:
         """Take the drafts for the next step, without what the grammars refuse."""
@@ -153,13 +156,31 @@ class MedusaScheduler(Scheduler):
         return masks
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        """Schedule as vLLM does, and have the blocks of failed requests cleaned before."""
+        """Schedule as vLLM does; what failed requests have left is cleaned for who gets it now."""
         output = super().schedule(*args, **kwargs)
-        if self._blocks_to_zero and output.total_num_scheduled_tokens:
-            zeroed = self._blocks_to_zero.union(output.new_block_ids_to_zero or ())
-            output.new_block_ids_to_zero = sorted(zeroed)
-            self._blocks_to_zero = set()
+        self._ended_in_step = {}
+        if self._blocks_to_zero:
+            handed_out = self._blocks_to_zero & _new_blocks(output)
+            self._blocks_to_zero -= handed_out
+            zeroed = handed_out.union(output.new_block_ids_to_zero or ())
+            output.new_block_ids_to_zero = sorted(zeroed) or None
         return output
+
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
+    ) -> list[Any]:
+        """Finish as vLLM does; whether the step that runs has damaged the blocks is not yet known."""
+        if request_ids is None:
+            names = list(self.requests)
+        else:
+            names = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        for name in self.requests.keys() & names:
+            self._ended_in_step[name] = self._blocks_of(name)
+        finished: list[Any] = super().finish_requests(names, finished_status)
+        return finished
+
+    def _blocks_of(self, request_id: str) -> set[int]:
+        return set(itertools.chain(*self.kv_cache_manager.get_block_ids(request_id)))
 
     def update_from_output(
         self, scheduler_output: Any, model_runner_output: Any
@@ -169,15 +190,18 @@ class MedusaScheduler(Scheduler):
         What they gained before counts: a request that stopped by it has ended well.
         """
         counts = model_runner_output.num_nans_in_logits or {}
-        failed = [name for name, count in counts.items() if count and name in self.requests]
-        manager = self.kv_cache_manager
-        blocks = {block for name in failed for ids in manager.get_block_ids(name) for block in ids}
+        failed = [name for name, count in counts.items() if count]
+        blocks = {
+            block
+            for name in failed
+            for block in self._ended_in_step.get(name) or self._blocks_of(name)
+        }
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(
             scheduler_output, model_runner_output
         )
         # Else the next request with this prefix would fail by the same rows. Not before: vLLM 0.33
         # hashes blocks in this very call.
-        manager.evict_blocks(blocks)
+        self.kv_cache_manager.evict_blocks(blocks)
         for request in self.finish_requests(failed, RequestStatus.FINISHED_ERROR):
             logger.error(
                 "request %s ends with an error: the model's logits are NaN or infinite for its "
@@ -195,9 +219,15 @@ class MedusaScheduler(Scheduler):
                 )
             )
         # A block that others still read is theirs: they fail by it themselves if it is damaged.
-        pool = manager.block_pool
-        self._blocks_to_zero.update(block for block in blocks if not pool.blocks[block].ref_cnt)
+        self._blocks_to_zero |= blocks
         return outputs
+
+
+def _new_blocks(output: SchedulerOutput) -> set[int]:
+    """The blocks that requests get in this step, with those that they share."""
+    cached = output.scheduled_cached_reqs.new_block_ids
+    groups = [*(new.block_ids for new in output.scheduled_new_reqs), *(new or () for new in cached)]
+    return set(itertools.chain.from_iterable(ids for group in groups for ids in group))
 
 
 def _allowed_paths(tree: DraftTree) -> Iterable[list[int]]:

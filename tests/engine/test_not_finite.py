@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,6 +37,7 @@ def medusa(make_engine: Any, random_heads: Path) -> Any:
     return make_engine(
         # Few blocks, so that those of a failed request are soon another's.
         num_gpu_blocks_override=20,
+        max_num_batched_tokens=64,  # long prompts are prefilled in chunks
         enable_prefix_caching=True,
         speculative_config=harness.speculation(random_heads),
         additional_config={"medusa": {"sizes": "fixed"}},
@@ -49,8 +51,10 @@ def free_blocks(engine: Any) -> int:
 
 
 @contextmanager
-def poisoned_from(engine: Any, prompt: list[int], position: int, value: float) -> Iterator[None]:
-    """The final hidden states of the request with `prompt` are `value` from `position` on."""
+def poisoned_from(
+    engine: Any, prompt: list[int], position: int, value: float, end: int = sys.maxsize
+) -> Iterator[None]:
+    """The final hidden states of the request with `prompt` are `value` from `position` to `end`."""
     runner = harness.runner_of(engine)
 
     def poison(module: Any, arguments: Any, outputs: tuple[torch.Tensor, Any]) -> None:
@@ -59,7 +63,8 @@ def poisoned_from(engine: Any, prompt: list[int], position: int, value: float) -
         for i, request_id in enumerate(runner.input_batch.req_ids):
             if runner.requests[request_id].prompt_token_ids == prompt:
                 rows = slice(int(starts[i]), int(starts[i + 1]))
-                hidden[rows][runner.positions[rows] >= position] = value
+                positions = runner.positions[rows]
+                hidden[rows][(positions >= position) & (positions < end)] = value
 
     handle = runner.model.model.norm.register_forward_hook(poison)
     try:
@@ -145,6 +150,56 @@ def test_a_token_without_numbers(plain: Any, medusa: Any, draft: str) -> None:
     # Had their blocks stayed in the prefix cache, these would fail once more.
     assert harness.answers(medusa, [*REQUESTS, *poisoned], GREEDY) == [*expected, *well]
     assert drafter.branching_steps > 0
+
+
+@pytest.mark.parametrize("ending", ["abort between steps", "abort in a step", "none"])
+@pytest.mark.parametrize("place", [3, 60, 70])
+def test_a_prefill_in_chunks_that_is_given_up(
+    plain: Any, medusa: Any, ending: str, place: int
+) -> None:
+    """Whatever becomes of a request whose prompt is not all read: its blocks do no harm."""
+    token = VOCAB_SIZE - 1
+    others = harness.prompts(6, lengths=[3, 9, 40], vocab_size=token, seed=8)
+    expected = harness.answers(plain, others, GREEDY)
+    harness.plant(medusa, [harness.CHAIN], VOCAB_SIZE, 0.0)  # vLLM's own kernel alone
+    medusa.reset_prefix_cache()
+    free = free_blocks(medusa)
+    engine = medusa.llm_engine
+    core = engine.engine_core.engine_core
+    runner = harness.runner_of(medusa)
+
+    def abort(*_: Any) -> None:
+        if ending == "abort in a step":
+            core.aborts_queue.put(list(core.scheduler.requests))
+
+    finished = []
+    with poisoned_token(medusa, token):
+        for i in range(3):
+            prompt = [i, *range(20, 120)]
+            prompt[place] = token
+            engine.add_request(str(i), {"prompt_token_ids": prompt}, GREEDY)
+        handle = runner.model.register_forward_hook(abort)
+        while core.scheduler.has_unfinished_requests():
+            finished += engine.step()
+            if ending == "abort between steps":
+                core.abort_requests(list(core.scheduler.requests))
+        handle.remove()
+        engine.abort_request(["0", "1", "2"])  # the front end knows nothing of it
+    if ending == "none":
+        assert [output.outputs[0].finish_reason for output in finished] == ["error"] * 3
+    assert free_blocks(medusa) == free
+    assert harness.answers(medusa, others, GREEDY) == expected
+
+
+def test_rows_that_the_last_one_does_not_see(plain: Any, medusa: Any) -> None:
+    """Behind a sliding window they do not show in the logits."""
+    prompt = REQUESTS[VICTIM]
+    expected = harness.answers(plain, REQUESTS, GREEDY)
+    with poisoned_from(medusa, prompt, 2, math.nan, end=3):
+        medusa.reset_prefix_cache()
+        found = harness.answers(medusa, REQUESTS, GREEDY)
+    assert (found[VICTIM][0].token_ids, found[VICTIM][0].finish_reason) == ((), "error")
+    assert found[:VICTIM] + found[VICTIM + 1 :] == expected[:VICTIM] + expected[VICTIM + 1 :]
 
 
 def test_a_failed_prefill_with_prompt_logprobs(plain: Any, medusa: Any) -> None:
