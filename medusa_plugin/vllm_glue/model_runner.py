@@ -288,6 +288,14 @@ class MedusaModelRunner(GPUModelRunner):
             sampler.finish()
         self._result = result
         self.accepted_tokens.count(requests, result.paths)
+        for i in sampler.unanswerable:
+            params = self.requests[requests[i].request_id].sampling_params
+            if params is not None and params.structured_outputs is not None:
+                logger.error(
+                    "request %s will end with an error: its grammar, allowed_token_ids, bad_words "
+                    "and min_tokens together allow no token, so vLLM draws one that they refuse",
+                    requests[i].request_id,
+                )
         return sampler.output(result.paths)
 
     def _failed_prefills(self, granted: GrantedTrees) -> frozenset[int]:

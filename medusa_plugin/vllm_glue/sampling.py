@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -66,6 +67,8 @@ class TreeRowSampler:
         self._lengths = [len(output) for output in outputs]
         self._discarded = discarded
         self._failed = failed
+        self.unanswerable: set[int] = set()
+        """Batch indices of requests that allowed no token at a row; vLLM draws an arbitrary one."""
         self._outputs_grew = False
         self._logprobs: list[LogprobsTensors] = []
         self._greedy_only = _is_plain_greedy(metadata)
@@ -86,11 +89,14 @@ class TreeRowSampler:
                 logits = logits[torch.from_numpy(self._current[requests])]
             best = Sampler.greedy_sample(logits.to(torch.float32))
             # To argmax NaN is the largest number, so the winner tells whether there is one.
-            finite = logits.gather(-1, best.unsqueeze(-1)).squeeze(-1).isfinite()
-            drawn: list[int] = best.where(finite, NOT_FINITE).tolist()
+            highest = logits.gather(-1, best.unsqueeze(-1)).squeeze(-1)
+            drawn: list[int] = best.where(highest < torch.inf, NOT_FINITE).tolist()
+            nothing_left: list[bool] = (highest == -torch.inf).tolist()
         else:
-            tokens = self._sample_batch(rows)
-            drawn = [tokens[request] for request in requests]
+            drawn, nothing_left = self._sample_batch(rows)
+            drawn = [drawn[request] for request in requests]
+            nothing_left = [nothing_left[request] for request in requests]
+        self.unanswerable.update(set(itertools.compress(requests, nothing_left)) - self._discarded)
         result: dict[int, int | None] = {}
         for request, token in zip(requests, drawn, strict=True):
             if token == NOT_FINITE or request in self._failed:
@@ -106,7 +112,8 @@ class TreeRowSampler:
         self._outputs[request].extend(tokens)
         self._outputs_grew = True
 
-    def _sample_batch(self, rows: Mapping[int, int]) -> list[int]:
+    def _sample_batch(self, rows: Mapping[int, int]) -> tuple[list[int], list[bool]]:
+        """The whole batch's tokens, and whether there was none to draw from."""
         if self._outputs_grew:
             # As at the start of a plain step: the outputs that processors watch have grown.
             for processor in self._metadata.logitsprocs.all:
@@ -117,17 +124,18 @@ class TreeRowSampler:
             for request, generator in self._metadata.generators.items()
             if request in rows and request not in self._discarded
         }
-        # Indexing copies, which matters: the sampler works in place.
-        logits = self._logits[torch.from_numpy(self._current)]
-        finite = logits.amax(-1).isfinite()  # some models rule tokens out by -inf
+        # Indexing copies, which matters: the sampler works in place, on float32.
+        logits = self._logits[torch.from_numpy(self._current)].to(torch.float32)
+        # NaN and infinity are the model's own, but -inf rules a token out.
+        sound = logits.amax(-1) < torch.inf
         result = self._sampler(
             logits=logits, sampling_metadata=replace(self._metadata, generators=generators)
         )
         if result.logprobs_tensors is not None:
             self._logprobs.append(result.logprobs_tensors)
-        drawn = result.sampled_token_ids.squeeze(-1)
-        tokens: list[int] = drawn.where(finite, NOT_FINITE).tolist()
-        return tokens
+        drawn = result.sampled_token_ids
+        nothing_left = logits.gather(-1, drawn.long()).squeeze(-1) == -torch.inf
+        return drawn.squeeze(-1).where(sound, NOT_FINITE).tolist(), nothing_left.tolist()
 
     def finish(self) -> None:
         """Take back what was appended to the output token ids: vLLM's bookkeeping appends it."""

@@ -169,7 +169,7 @@ class MedusaScheduler(Scheduler):
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
     ) -> list[Any]:
-        """Finish as vLLM does; whether the step that runs has damaged the blocks is not yet known."""
+        """Finish as vLLM does. Whether the running step damages the blocks is not yet known."""
         if request_ids is None:
             names = list(self.requests)
         else:

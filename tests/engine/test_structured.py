@@ -360,7 +360,7 @@ def test_reasoning_is_free_and_the_answer_is_not(
 @pytest.mark.parametrize("draft", harness.HIT_RATES)
 @pytest.mark.parametrize("kind", ["json", "endless"])
 def test_no_walk_enters_what_the_grammar_refuses(
-    plain: Any, medusa: Any, kind: str, draft: str
+    plain: Any, medusa: Any, kind: str, draft: str, warnings: list[str]
 ) -> None:
     """Where another parameter bans all that the grammar allows, any token may be drawn, and the
     grammar ends the request with it, even if it was drafted and so was what follows."""
@@ -375,4 +375,9 @@ def test_no_walk_enters_what_the_grammar_refuses(
         drafter.learn(request, [*answer.token_ids, *range(100, 108)])
     for seed in range(6):
         drafter._random.seed(seed)
+        warnings.clear()
         assert harness.answers(medusa, requests, params) == expected
+        # Each is told what happened to it, and nothing else.
+        failed = [answer for [answer] in expected if answer.finish_reason == "error"]
+        assert len(warnings) == len(failed)
+        assert all("together allow no token" in warning for warning in warnings)

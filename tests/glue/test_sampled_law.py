@@ -296,3 +296,22 @@ def test_processors_see_a_followed_path_before_the_bonus_token_is_drawn() -> Non
     assert output == [*watcher.seen[0], path.tokens[-1]]
     sampler.finish()
     assert output == [4, 4]
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_masks_that_allow_nothing_are_told_from_numbers_that_are_none(greedy: bool) -> None:
+    """A token is drawn as plain vLLM does, where a mask left none; from NaN none is."""
+    outputs: list[list[int]] = [[] for _ in range(5)]
+    logits = torch.stack([torch.full((VOCAB,), -math.inf) for _ in outputs])
+    logits[1, 2], logits[2, 3], logits[3, 2] = 1.0, math.nan, math.inf
+    metadata = Settings().metadata(outputs)
+    if greedy:
+        metadata = replace(
+            metadata, all_greedy=True, all_random=False, logitsprocs=LogitsProcessors([])
+        )
+    discarded, tree = frozenset([4]), DraftTree.on(TokenTree.chain(0), [])
+    sampler = TreeRowSampler(Sampler(), logits, range(5), metadata, outputs, discarded)
+    paths = walk([tree] * 5, sampler)
+    assert [path.failed for path in paths] == [False, False, True, True, False]
+    assert paths[1].tokens == (2,)
+    assert sampler.unanswerable == {0}
