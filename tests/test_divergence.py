@@ -131,7 +131,17 @@ GOOD = json.loads(run((TOKENS, {})).model_dump_json())
     [
         ("", "is not a recorded run"),
         ("[" * 100_000, "is not a recorded run"),
+        ('{"generations":' * 100_000, "recursion limit exceeded"),
+        (json.dumps(GOOD)[:-1], "EOF while parsing"),
+        (json.dumps(GOOD) * 2, "trailing characters"),
         (b"\xff", "cannot be read"),
+        (json.dumps(GOOD).encode("utf-16"), "cannot be read"),
+        (json.dumps([GOOD]), "should be an object"),
+        ("null", "should be an object"),
+        ("{}", "source: Field required"),
+        (json.dumps({"source": "a", "dtype": "float32"}), "generations: Field required"),
+        ({"generations": [{"prompt": [1]}]}, "generations.0.token_ids: Field required"),
+        ({"generations": [{**GOOD["generations"][0], "prompt": ["x"]}]}, "valid integer"),
         ({"version": 2}, "version"),
         ({"dtype": "int8"}, "dtype"),
         ({"logit_magnitude": 0}, "logit_magnitude"),
@@ -162,6 +172,47 @@ def test_bad_files_end_the_command_with_2(tmp_path: Path, content: Any, message:
         said = "".join(result.output.split())
         assert result.exit_code == 2, result.output
         assert "".join(message.split()) in said and "a.json" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("folder", "Is a directory"),
+        ("absent", "No such file"),
+        ("x" * 300, "File name too long"),
+        ("\udcff", "\\udcff cannot be read"),
+        ("[bold]", "[bold] cannot be read"),
+    ],
+    ids=["folder", "absent", "long", "bytes", "markup"],
+)
+def test_paths_that_are_no_files_end_the_command_with_2(
+    tmp_path: Path, name: str, message: str
+) -> None:
+    good = tmp_path / "b.json"
+    good.write_text(json.dumps(GOOD))
+    (tmp_path / "folder").mkdir()
+    for arguments in ([tmp_path / name, good], [good, tmp_path / name]):
+        result = CliRunner().invoke(app, ["doctor", "compare", *map(str, arguments)])
+        assert result.exit_code == 2, result.output
+        assert "".join(message.split()) in "".join(result.output.split())
+
+
+def test_runs_of_other_prompts_end_the_command_with_2_and_other_lengths_with_1(
+    tmp_path: Path,
+) -> None:
+    known = run((TOKENS, {}), (TOKENS, {}))
+    others = {
+        "fewer": (run((TOKENS, {})), 2, "2 and 1 prompts"),
+        "swapped": (known.model_copy(update={"generations": known.generations[::-1]}), 2, "differ"),
+        "shorter": (run((TOKENS, {}), (TOKENS[:2], {})), 1, "1 at fault"),
+    }
+    write_run(known, tmp_path / "a.json")
+    for name, (other, code, message) in others.items():
+        write_run(other, tmp_path / name)
+        files = [str(tmp_path / "a.json"), str(tmp_path / name)]
+        result = CliRunner().invoke(app, ["doctor", "compare", *files])
+        assert result.exit_code == code, result.output
+        assert "".join(message.split()) in "".join(result.output.split())
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,9 @@ def compare(
         if json_file is not None:
             _write_json(report, json_file)
     except (RunFileError, PromptsError, EngineProcessError) as error:
-        console.print(f"[red]medusa doctor compare:[/] {escape(str(error))}", highlight=False)
+        # A file's name may have bytes that are no text.
+        said = str(error).encode(errors="backslashreplace").decode()
+        console.print(f"[red]medusa doctor compare:[/] {escape(said)}", highlight=False)
         raise typer.Exit(BAD_INPUT) from None
     console.print(table(report))
     if report.faults:
