@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDi
 
 from tests.engine import harness
 from tests.engine.conftest import EOS_TOKEN_ID, MARKS, VOCAB_SIZE
+from tests.engine.test_stress import assert_equal, random_arrivals
+from tests.engine.test_stress import run as run_arrivals
 
 START, END_MARK = next(iter(MARKS)), "</think>"
 
@@ -62,6 +66,30 @@ def test_custom_processor(processed: tuple[Any, Any], temperature: float, draft:
     params = SamplingParams(temperature=temperature, seed=4, max_tokens=24, ignore_eos=True)
     expected = harness.answers(plain, requests, params)
     assert_same(medusa, requests, params, expected, draft)
+
+
+@pytest.mark.parametrize("draft", harness.HIT_RATES)
+def test_custom_processor_when_others_come_and_leave(
+    processed: tuple[Any, Any], draft: str
+) -> None:
+    """Its state goes by batch index, and those move; half of the requests are aborted."""
+    plain, medusa = processed
+    pick = random.Random(21)
+    arrivals = [
+        replace(arrival, abort_after=pick.choice([None, pick.randint(1, 6)]))
+        for arrival in random_arrivals(pick)
+    ]
+    expected = run_arrivals(plain, arrivals, medusa=False)
+    drafter = harness.plant(
+        medusa, harness.random_trees(pick, 8), VOCAB_SIZE, harness.HIT_RATES[draft]
+    )
+    for arrival in arrivals:
+        drafter.learn(arrival.prompt, expected[arrival.request_id].token_ids)
+    found = run_arrivals(medusa, arrivals, medusa=True)
+    assert len(found) < len(arrivals), "nothing was aborted"
+    assert_equal(found, expected, arrivals)
+    assert drafter.branching_steps > 20
+    assert (sum(drafter.accepted) > 20) == (draft != "adversarial")
 
 
 @pytest.mark.parametrize("draft", harness.HIT_RATES)
