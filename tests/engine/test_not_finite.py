@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 
 from tests.engine import harness
 from tests.engine.conftest import VOCAB_SIZE
@@ -200,6 +201,49 @@ def test_rows_that_the_last_one_does_not_see(plain: Any, medusa: Any) -> None:
         found = harness.answers(medusa, REQUESTS, GREEDY)
     assert (found[VICTIM][0].token_ids, found[VICTIM][0].finish_reason) == ((), "error")
     assert found[:VICTIM] + found[VICTIM + 1 :] == expected[:VICTIM] + expected[VICTIM + 1 :]
+
+
+def test_only_those_who_read_it_fail(plain: Any, medusa: Any) -> None:
+    """Of several answers to one prompt, behind a common prefix, under a grammar."""
+    params = SAMPLED.clone()
+    params.n = 3
+    grammar = GREEDY.clone()
+    grammar.structured_outputs = StructuredOutputsParams(regex="[a-z]{24}")
+    prefix = REQUESTS[VICTIM][:2] * 35
+    token = VOCAB_SIZE - 1
+    drafter = harness.plant(medusa, [harness.BUSHY], token, 0.6)
+    several = [REQUESTS[0], REQUESTS[VICTIM]]
+    known = harness.answers(plain, several, params)
+    harness.teach(drafter, plain, REQUESTS, GREEDY)
+    # A token that one of the answers has and that the others have not.
+    first, *others = (set(answer.token_ids[:-1]) for answer in known[1])
+    theirs = set().union(*others, *several, *(answer.token_ids for answer in known[0]))
+    read = next(t for t in known[1][0].token_ids if t in first - theirs)
+    with poisoned_token(medusa, read):
+        found = harness.answers(medusa, several, params)
+    assert found[0] == known[0] and found[1][1:] == known[1][1:]
+    end = known[1][0].token_ids.index(read) + 1
+    failed = found[1][0]
+    assert (failed.token_ids, failed.finish_reason) == (known[1][0].token_ids[:end], "error")
+    last = REQUESTS[VICTIM][-1]
+    assert last not in [*REQUESTS[0], *(t for answer in known[0] for t in answer.token_ids)]
+    with poisoned_token(medusa, last):
+        found = harness.answers(medusa, several, params)
+    assert found[0] == known[0]
+    assert [answer.finish_reason for answer in found[1]] == ["error"] * 3
+
+    shared = [[*prefix, *request] for request in ([5, 6], [token], [5, token], [7, 8])]
+    for tuning in (GREEDY, grammar):
+        expected = harness.answers(plain, shared, tuning)
+        for prepared in (True, False):  # the prefix is in the cache before; all come at once
+            medusa.reset_prefix_cache()
+            if prepared:
+                assert harness.answers(medusa, shared[:1], tuning) == expected[:1]
+            with poisoned_token(medusa, token):
+                found = harness.answers(medusa, shared, tuning)
+            assert [answer.finish_reason for [answer] in found[1:3]] == ["error"] * 2
+            assert found[::3] == expected[::3]
+            assert harness.answers(medusa, shared, tuning) == expected
 
 
 def test_a_failed_prefill_with_prompt_logprobs(plain: Any, medusa: Any) -> None:

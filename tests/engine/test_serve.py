@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -16,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from tests.engine.conftest import EOS_TOKEN_ID, MARKS, VOCAB_SIZE
 
@@ -95,13 +99,32 @@ class Server:
             self.process.wait()
 
 
+DAMAGED = "\U0010ffff"
+
+
+@pytest.fixture(scope="module")
+def damaged_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model, but for the first token of `DAMAGED`, which is embedded as NaN."""
+    directory = tmp_path_factory.mktemp("damaged") / "model"
+    shutil.copytree(tiny_model, directory)
+    token = AutoTokenizer.from_pretrained(directory).encode(DAMAGED)[0]
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.embed_tokens.weight"][token] = math.nan
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
 @pytest.fixture(scope="module")
 def server(
-    tiny_model: Path, random_heads: Path, tmp_path_factory: pytest.TempPathFactory
+    tiny_model: Path,
+    damaged_model: Path,
+    random_heads: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Server]:
     running = Server(
-        tiny_model,
+        damaged_model,
         tmp_path_factory.mktemp("serve") / "log",
+        *("--served-model-name", str(tiny_model)),
         *("--speculative-model", "medusa", "--medusa-heads", str(random_heads)),
         *("--medusa-tree", "[[0], [1], [0, 0], [0, 1], [0, 0, 0]]"),
         # Random heads lose, so an engine that weighs its sizes soon drafts nothing.
@@ -148,6 +171,32 @@ def test_a_bad_request_is_refused_and_the_server_lives(server: Server, tiny_mode
     with pytest.raises(urllib.error.HTTPError, match="400"):
         server.post("/v1/completions", body | {"temperature": -1})
     assert json.loads(server.post("/v1/completions", body | {"min_p": 0.1}))["choices"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_numbers_that_are_not_finite_get_a_500_and_the_server_lives(
+    server: Server, tiny_model: Path, path: str, stream: bool
+) -> None:
+    body = {"model": str(tiny_model), "max_tokens": 4, "temperature": 0, "stream": stream}
+
+    def prompt(text: str) -> dict[str, Any]:
+        chat = {"messages": [{"role": "user", "content": text}]}
+        return chat if path.endswith("chat/completions") else {"prompt": text}
+
+    damaged = body | prompt(f"a{DAMAGED}b")
+    for asked in (damaged, damaged | {"n": 2, "temperature": 1.0}):
+        if stream:
+            lines = server.post(path, asked).splitlines()
+            events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+            assert lines[-1] == "" or lines[-1] == "data: [DONE]"
+            answer = events[-1]
+        else:
+            with pytest.raises(urllib.error.HTTPError, match="500") as caught:
+                server.post(path, asked)
+            answer = json.loads(caught.value.read())
+        assert (answer["error"]["type"], answer["error"]["code"]) == ("InternalServerError", 500)
+    assert "error" not in server.post(path, body | prompt("ab"))
 
 
 @pytest.mark.parametrize(
