@@ -18,11 +18,13 @@ from medusa_plugin.accept import AcceptedPath
 from medusa_plugin.batch import StepRequest
 from medusa_plugin.cost_cache import read_costs, write_costs
 from medusa_plugin.draft import TreeDrafter
+from medusa_plugin.heads import peek_heads
 from medusa_plugin.request_options import RequestOptions
 from medusa_plugin.tree.budget import CostCurve, StepCosts
 from medusa_plugin.tree.draft_tree import DraftTree
 from medusa_plugin.vllm_glue import host
 from medusa_plugin.vllm_glue.tensor_parallel import hear, tell
+from medusa_plugin.vllm_glue.translate import medusa_config
 
 logger = logging.getLogger("vllm.medusa")
 
@@ -158,6 +160,7 @@ def _wait(device: torch.device) -> None:
 
 def _circumstances(runner: Any, drafter: TreeDrafter) -> dict[str, str]:
     config, heads = runner.vllm_config, drafter.heads
+    heads_path = medusa_config(config).heads
     model = config.model_config
     return {
         "model": _shape(model),
@@ -165,7 +168,7 @@ def _circumstances(runner: Any, drafter: TreeDrafter) -> dict[str, str]:
         "quantization": str(model.quantization),
         "adapters": _adapters(config.lora_config),
         "compilation": str(config.compilation_config.mode),
-        "heads": f"{type(heads).__name__} x {heads.num_heads}, {heads.max_top_k} tokens",
+        "heads": f"{peek_heads(heads_path).describe()}, {heads.max_top_k} tokens",
         "trees": f"{drafter.num_nodes} nodes, {'dynamic' if drafter.tree is None else 'static'}",
         "processor": _processor(runner.device),
         "tensor parallel": str(config.parallel_config.tensor_parallel_size),

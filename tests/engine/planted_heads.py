@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from medusa_plugin.heads.base import Candidates, ParallelHeads
+from medusa_plugin.heads.base import Candidates, ParallelHeads, SequentialHeads
 from tests.engine.conftest import VOCAB_SIZE
 
 
@@ -38,3 +38,48 @@ class PlantedHeads(ParallelHeads):
                     scores[i, head, right] = -50.0
         best, ids = scores.topk(top_k)
         return Candidates(ids, best, scores)
+
+
+class PlantedBranches(SequentialHeads):
+    """The same, read along branches: nodes off the right path get nothing but noise.
+
+    A state is the request's place in the batch, and how many tokens of its future the node has
+    behind it; -1 off the path.
+    """
+
+    num_heads = 4
+    max_top_k = VOCAB_SIZE
+    draft_vocab = None
+
+    def __init__(self, hit_rate: float, seed: int = 3) -> None:
+        self.hit_rate = hit_rate
+        self.futures: list[list[int]] = []
+        """Of the requests of the next call."""
+        self.calls = 0
+        self._random = random.Random(seed)
+
+    def begin(self, hidden: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        places = torch.arange(len(hidden))
+        return torch.stack([places, torch.zeros_like(places)], 1)
+
+    def advance(self, head: int, state: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        state = state.clone()
+        for row, token in zip(state, token_ids.tolist(), strict=True):
+            future = self.futures[row[0]]
+            behind = int(row[1])
+            assert behind in (-1, head - 1), "not the state of a node's parent"
+            right = behind >= 0 and behind < len(future) and future[behind] == token
+            row[1] = head if right else -1
+        return state
+
+    def logits(self, head: int, state: torch.Tensor) -> torch.Tensor:
+        scores = torch.full((len(state), VOCAB_SIZE), -5.0)
+        scores += torch.rand(scores.shape, generator=torch.Generator().manual_seed(5))
+        for row, (place, behind) in zip(scores, state.tolist(), strict=True):
+            future = self.futures[place]
+            if behind < 0 or behind >= len(future):
+                continue
+            hit = self._random.random() < self.hit_rate
+            row[future[behind]] = self._random.choice([-3.9, 3.0]) if hit else -50.0
+        return scores

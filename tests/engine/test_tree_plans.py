@@ -25,9 +25,11 @@ from medusa_plugin.vllm_glue import costs as measuring
 from tests.engine import harness
 from tests.engine.conftest import VOCAB_SIZE
 from tests.engine.drafters import PlantedDrafter
-from tests.engine.planted_heads import PlantedHeads
+from tests.engine.planted_heads import PlantedBranches, PlantedHeads
 
 NUM_NODES = 12
+Planted = PlantedHeads | PlantedBranches
+KINDS = [PlantedHeads, PlantedBranches]
 FREE = StepCosts(CostCurve((1, 64), (1.0, 1.0)), CostCurve((1,), (0.0,)))
 STEEP = StepCosts(CostCurve((1, 64), (1.0, 128.0)), CostCurve((1,), (0.1,)))
 ROWS_COST_AFTER_FOUR = StepCosts(CostCurve((1, 4, 64), (1.0, 1.0, 12.0)), CostCurve((1,), (0.01,)))
@@ -36,7 +38,7 @@ ROWS_COST_AFTER_FOUR = StepCosts(CostCurve((1, 4, 64), (1.0, 1.0, 12.0)), CostCu
 class Watched:
     """A `TreeDrafter` over planted heads; keeps the trees that were verified."""
 
-    def __init__(self, drafter: TreeDrafter, heads: PlantedHeads, known: PlantedDrafter) -> None:
+    def __init__(self, drafter: TreeDrafter, heads: Planted, known: PlantedDrafter) -> None:
         self.drafter, self.heads, self.known = drafter, heads, known
         self.verified: list[DraftTree] = []
         self.accepted: list[int] = []
@@ -99,11 +101,12 @@ def run(
     hit_rate: float,
     params: SamplingParams | None = None,
     count: int = 6,
+    kind: type[Planted] = PlantedHeads,
     **options: Any,
 ) -> Watched:
     """Compare with plain decoding; returns what was watched."""
     params = params or SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    heads = PlantedHeads(hit_rate)
+    heads = kind(hit_rate)
     known = PlantedDrafter([harness.CHAIN], VOCAB_SIZE, 1.0)
     watched = Watched(TreeDrafter(heads, num_nodes=NUM_NODES, **options), heads, known)
     harness.runner_of(medusa).drafter.drafter = watched
@@ -115,15 +118,21 @@ def run(
     return watched
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("hit_rate", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize("costs", [None, FREE, ROWS_COST_AFTER_FOUR], ids=["fixed", "free", "dear"])
 @pytest.mark.parametrize("tree", [None, harness.BUSHY], ids=["dynamic", "static"])
 def test_output_is_that_of_plain_decoding(
-    plain: Any, medusa: Any, tree: Any, costs: StepCosts | None, hit_rate: float
+    plain: Any,
+    medusa: Any,
+    tree: Any,
+    costs: StepCosts | None,
+    hit_rate: float,
+    kind: type[Planted],
 ) -> None:
     if tree is not None:
         tree = tree.prefix(NUM_NODES)
-    watched = run(plain, medusa, hit_rate, tree=tree, costs=costs)
+    watched = run(plain, medusa, hit_rate, tree=tree, costs=costs, kind=kind)
     assert (sum(watched.accepted) > 0) == (hit_rate > 0)
     assert all(rows >= requests and seconds > 0 for rows, requests, seconds in watched.steps)
     verified = sum(rows - requests for rows, requests, _ in watched.steps)
@@ -136,22 +145,26 @@ def test_output_is_that_of_plain_decoding(
             assert max(watched.accepted) >= 3
 
 
-def test_seeded_sampling_equals_plain_decoding(plain: Any, medusa: Any) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_seeded_sampling_equals_plain_decoding(
+    plain: Any, medusa: Any, kind: type[Planted]
+) -> None:
     params = SamplingParams(temperature=0.9, seed=11, max_tokens=30, ignore_eos=True)
-    watched = run(plain, medusa, 0.8, params, costs=FREE)
+    watched = run(plain, medusa, 0.8, params, costs=FREE, kind=kind)
     assert sum(watched.accepted) > 0
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("hit_rate", [0.0, 0.7])
 @pytest.mark.parametrize("costs", [None, FREE, STEEP], ids=["fixed", "free", "steep"])
 def test_branches_of_repeating_text_are_accepted(
-    plain: Any, medusa: Any, costs: StepCosts | None, hit_rate: float
+    plain: Any, medusa: Any, costs: StepCosts | None, hit_rate: float, kind: type[Planted]
 ) -> None:
     # Nothing but these few tokens may come, so the text is full of repeats.
     params = SamplingParams(
         temperature=0, max_tokens=60, ignore_eos=True, allowed_token_ids=[1, 2, 3]
     )
-    watched = run(plain, medusa, hit_rate, params, lookup=True, costs=costs)
+    watched = run(plain, medusa, hit_rate, params, lookup=True, costs=costs, kind=kind)
     if costs is not STEEP:
         assert max(watched.accepted) > PlantedHeads.num_heads, "no branch went beyond the heads"
     assert not (set(watched.drafter._lookup._requests) - set(harness.runner_of(medusa).requests))

@@ -20,7 +20,7 @@ from medusa_plugin.tree.token_tree import TokenTree
 from tests.engine import harness
 from tests.engine.conftest import VOCAB_SIZE
 from tests.engine.drafters import PlantedDrafter
-from tests.engine.planted_heads import PlantedHeads
+from tests.engine.planted_heads import PlantedBranches, PlantedHeads
 from tests.soak.cases import Case
 
 Futures = Mapping[tuple[str, int], Sequence[int]]
@@ -103,7 +103,7 @@ class TellingDrafter:
         hidden_states: torch.Tensor,
     ) -> list[DraftTree]:
         """See `medusa_plugin.draft.Drafter`."""
-        if isinstance(self._heads, PlantedHeads):
+        if isinstance(self._heads, PlantedHeads | PlantedBranches):
             pairs = zip(requests, paths, strict=True)
             self._heads.futures = [self._known.of(*pair) for pair in pairs]
         self._requests = len(requests)
@@ -165,6 +165,9 @@ class MixedDrafter:
         def right(rate: float) -> PlantedHeads:
             return PlantedHeads(rate, seed)
 
+        def branching(rate: float) -> PlantedBranches:
+            return PlantedBranches(rate, seed)
+
         planted = PlantedTrees(known, num_nodes, seed)
         bushy = harness.BUSHY.prefix(min(num_nodes, harness.BUSHY.num_nodes))
         self._drafters: list[Drafter] = [
@@ -175,6 +178,9 @@ class MixedDrafter:
             real(right(0.7), tree=bushy),
             real(right(0.8), lookup=True, costs=CHEAP),
             real(right(0.95), costs=DEAR),
+            real(branching(0.9)),
+            real(branching(0.7), tree=bushy),
+            real(branching(0.8), lookup=True, costs=CHEAP),
             real(heads),
         ]
         self._seed = seed
