@@ -31,8 +31,7 @@ class ConditionedHeads(nn.Module, ParallelHeads):
         self.inputs = Inputs(config, target)
         self.context = nn.Linear(config.hidden_size, config.width)
         self.token = nn.Linear(config.hidden_size, config.width, bias=False)
-        self.heads = nn.Parameter(torch.empty(config.num_heads, config.width, config.output_width))
-        nn.init.normal_(self.heads, std=config.width**-0.5)
+        self.heads = nn.Linear(config.width, config.num_heads * config.output_width, bias=False)
         self.output = Output(config, target, draft_vocab)
         self.num_heads = config.num_heads
         self.max_top_k = self.output.size
@@ -41,7 +40,8 @@ class ConditionedHeads(nn.Module, ParallelHeads):
     def all_logits(self, hidden: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """float32 `[num_heads, batch, max_top_k]`; see `propose`."""
         mixed = self.context(self.inputs.hidden(hidden)) + self.token(self.inputs.tokens(token_ids))
-        logits: torch.Tensor = self.output(torch.matmul(F.silu(mixed), self.heads))
+        outputs = self.heads(F.silu(mixed)).unflatten(-1, (self.num_heads, -1))
+        logits: torch.Tensor = self.output(outputs).transpose(0, 1)
         return logits
 
     def propose(self, hidden: torch.Tensor, token_ids: torch.Tensor, top_k: int) -> Candidates:

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
 from medusa_plugin.heads.base import HeadsError, TargetSpec
+from medusa_plugin.heads.packed import PackedLinear
 
 Kind = Literal["conditioned", "recurrent"]
 
@@ -100,11 +101,20 @@ class Output(nn.Module):
             kept = lm_head if draft_vocab is None else lm_head.index_select(0, draft_vocab)
             self.register_buffer("table", kept, persistent=False)
 
+        self._packed: PackedLinear | None = None
+
     @property
     def size(self) -> int:
         """Of the draft vocabulary."""
         return int(self.table.shape[0])
 
+    def pack(self) -> None:
+        """Get ready to serve."""
+        self._packed = PackedLinear(self.table)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """float32 `[..., size]` of `[..., output width]`."""
+        if self._packed is not None:
+            logits: torch.Tensor = self._packed(x).float()
+            return logits
         return F.linear(x, self.table.to(x.dtype)).float()
