@@ -34,10 +34,10 @@ def randn(*shape: int, seed: int) -> torch.Tensor:
 def along(heads: Any) -> list[torch.Tensor]:
     """Logits of each head along `PATH`, by the interface."""
     assert isinstance(heads, SequentialHeads)
-    found = []
-    for head in range(heads.num_heads):
-        token = torch.tensor(PATH[head : head + 1])
-        state = heads.advance(head, state, token) if head else heads.begin(ROW, token)
+    state = heads.begin(ROW, torch.tensor(PATH[:1]))
+    found = [heads.logits(0, state)[0]]
+    for head in range(1, heads.num_heads):
+        state = heads.advance(head, state, torch.tensor(PATH[head : head + 1]))
         found.append(heads.logits(head, state)[0])
     return found
 
