@@ -179,7 +179,8 @@ def test_they_do_without_vllm(tmp_path: Path, write_heads: HeadsWriter) -> None:
         "import sys; sys.modules['vllm'] = None; from medusa_plugin.commands.main import app; "
         "app(sys.argv[1:], standalone_mode=False)"
     )
-    for command in (["inspect", str(source)], ["convert", str(source), str(tmp_path / "out"), "--to", "medusa-v2"]):  # fmt: skip
+    conversion = ["convert", str(source), str(tmp_path / "out"), "--to", "medusa-v2"]
+    for command in (["inspect", str(source)], conversion):
         subprocess.run([sys.executable, "-c", code, *command], check=True, capture_output=True)
 
 
