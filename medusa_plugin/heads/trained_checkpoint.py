@@ -40,9 +40,14 @@ class TrainedVariant(Variant):
         self.num_layers = 1
         self.hidden_size = config.hidden_size
         self.vocab_size = config.vocab_size
-        expected = {
-            name: tuple(tensor.shape) for name, tensor in _outline(config).state_dict().items()
-        }
+        try:
+            outline = _outline(config).state_dict()
+        except (RuntimeError, OverflowError, TypeError) as error:  # sizes beyond any tensor
+            reason = str(error).splitlines()[0]
+            raise HeadsError(
+                f"{source.directory / CONFIG_FILE} describes no such heads: {reason}"
+            ) from error
+        expected = {name: tuple(tensor.shape) for name, tensor in outline.items()}
         self.names = tuple(expected)
         self.has_bias = any("bias" in name for name in expected)
         for name, header in source.headers.items():

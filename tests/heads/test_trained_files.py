@@ -111,7 +111,7 @@ def test_weights_come_in_the_targets_dtype(tmp_path: Path, kind: Kind) -> None:
 
 def test_a_draft_vocabulary_beyond_the_table_is_refused(tmp_path: Path) -> None:
     save(tmp_path, "recurrent", 6)
-    with pytest.raises(HeadsError, match="draft_vocab_size is 10, but .* ranks 9 token ids"):
+    with pytest.raises(HeadsError, match=r"draft_vocab_size is 10, but .* ranks 9 token ids"):
         load_heads(tmp_path, target(), draft_vocab_size=10)
 
 
@@ -176,6 +176,8 @@ def test_values_that_are_not_finite_are_named(tmp_path: Path, name: str, value: 
         ({"surprise": 1}, "surprise"),
         ({"width": 21}, "has shape"),
         ({"width": 1 << 40}, "has shape|too large"),
+        ({"width": 1 << 62}, "no such heads"),
+        ({"width": 1 << 80}, "no such heads"),
         ({"draft_vocab_size": 41}, "has shape"),
     ],
     ids=str,
