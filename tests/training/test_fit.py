@@ -1,4 +1,4 @@
-"""Training: what is learnt, from which labels, and that a killed run goes on as if it had not been."""
+"""Training: what is learnt, from which labels; a killed run goes on as if it had not been."""
 
 from __future__ import annotations
 
