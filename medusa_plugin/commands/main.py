@@ -11,6 +11,7 @@ from medusa_plugin.commands.convert import convert
 from medusa_plugin.commands.demo import demo
 from medusa_plugin.commands.doctor import doctor
 from medusa_plugin.commands.inspect import inspect
+from medusa_plugin.commands.train import train
 from medusa_plugin.commands.tune import tune
 
 app = typer.Typer(
@@ -54,7 +55,12 @@ def path() -> None:
 
 
 app.command()(demo)
+app.command()(train)
 app.command()(tune)
 app.command()(inspect)
 app.command()(convert)
 app.add_typer(doctor)
+
+
+if __name__ == "__main__":  # for torchrun
+    app()

@@ -42,6 +42,9 @@ class SelfTextRequest:
     temperature: float
     """Of the answers; prompts are sampled at 1."""
     seed: int
+    prompts: tuple[str, ...] | None = None
+    """A user's own, by index, instead of made-up ones; all are answered, unless `tokens` are made
+    before."""
 
 
 def make_self_text(llm: Any, request: SelfTextRequest, report: Reporter | None) -> int:
@@ -80,11 +83,14 @@ class _Maker:
         config = self._engine.vllm_config
         self._in_flight = config.scheduler_config.max_num_seqs
         self._room = config.model_config.max_model_len
-        self._before, self._after = user_turn(self._tokenizer)
+        self._before, self._after = "", ""
+        if request.prompts is None:
+            self._before, self._after = user_turn(self._tokenizer)
         self._index = request.first
         self._prompts: dict[int, tuple[str, tuple[int, ...]]] = {}
         self._tokens: dict[str, list[int]] = {}
         self._texts: dict[str, str] = {}
+        self._no_room: list[Skipped] = []
         self._stopped = False
 
     def stop(self) -> None:
@@ -95,8 +101,12 @@ class _Maker:
     def run(self) -> Iterator[Conversation | Skipped]:
         """Results as they come, until stopped."""
         while not self._stopped:
-            while len(self._tokens) < self._in_flight:
-                self._ask_for_prompt()
+            while len(self._tokens) < self._in_flight and self._ask():
+                pass
+            while self._no_room:
+                yield self._no_room.pop(0)
+            if not self._tokens:
+                return
             for output in self._engine.step():
                 if output.request_id not in self._tokens or self._stopped:
                     continue
@@ -104,13 +114,24 @@ class _Maker:
                 if found is not None:
                     yield found
 
-    def _ask_for_prompt(self) -> None:
+    def _ask(self) -> bool:
+        """Submit the next request; False where the user's prompts are at their end."""
+        while self._index in self._request.done:
+            self._index += 1
+        index, prompts = self._index, self._request.prompts
+        if prompts is not None and index >= len(prompts):
+            return False
+        self._index += 1
+        if prompts is None:
+            self._ask_for_prompt(index)
+        else:
+            self._ask_for_answer(index, prompts[index])
+        return True
+
+    def _ask_for_prompt(self, index: int) -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        while self._index in self._request.done:
-            self._index += 1
-        index, self._index = self._index, self._index + 1
         params = SamplingParams(
             temperature=1.0,
             min_p=0.005,  # top-p would sort the whole vocabulary in every step
@@ -127,6 +148,9 @@ class _Maker:
         from vllm.sampling_params import RequestOutputKind
 
         ids = prompt_ids(self._tokenizer, [{"role": "user", "content": text}])
+        if len(ids) + MIN_ANSWER_TOKENS > self._room:
+            self._no_room.append(Skipped(index, "prompt too long"))
+            return
         params = SamplingParams(
             temperature=self._request.temperature,
             seed=self._request.seed + index if self._request.temperature else None,
