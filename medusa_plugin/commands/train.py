@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shlex
 import sys
@@ -243,6 +244,7 @@ def _run(console: Console, plan: Plan, source: TextSource) -> None:
 
 
 def _texts(progress: Progress, plan: Plan, source: TextSource) -> list[Text]:
+    from medusa_plugin.training.pipeline import require_same_text
     from medusa_plugin.training.self_text import SelfTextFile
     from medusa_plugin.training.texts import TrainingError, self_made_texts
 
@@ -255,6 +257,15 @@ def _texts(progress: Progress, plan: Plan, source: TextSource) -> list[Text]:
     file = plan.work / "self_text.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
     if not int(os.environ.get("RANK", "0")):
+        prompts = None if source.prompts is None else source.prompts.read_text(encoding="utf-8")
+        require_same_text(
+            plan,
+            {
+                "prompts": prompts and hashlib.sha256(prompts.encode()).hexdigest(),
+                "max_answer_tokens": source.max_answer_tokens,
+                "temperature": source.temperature,
+            },
+        )
         _answer(progress, plan, source, SelfTextFile(file))
     _wait()
     texts = self_made_texts(SelfTextFile(file))

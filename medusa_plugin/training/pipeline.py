@@ -1,11 +1,12 @@
-"""From texts to heads on disk: hidden states, training, evaluation; each goes on where it stopped."""
+"""From texts to heads on disk; each stage goes on where it was stopped."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,12 +39,32 @@ class Plan:
     distill: float = 0.0
     target_dtype: torch.dtype = torch.bfloat16
     """In which the target computes hidden states."""
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @property
     def work(self) -> Path:
         """Directory of all that is not needed once the heads are made."""
         return self.out / "work"
+
+
+def require_same_text(plan: Plan, settings: Mapping[str, Any]) -> None:
+    """Note in the work directory how its text is made.
+
+    Args:
+        plan: what to train.
+        settings: that decide about the text; of JSON's types.
+
+    Raises:
+        TrainingError: an earlier run there made its text in another way.
+    """
+    file = plan.work / "text.json"
+    wanted = json.dumps({"model": plan.model, "seed": plan.fit.seed, **settings}, indent=1)
+    if file.exists() and (found := file.read_text(encoding="utf-8")) != wanted:
+        raise TrainingError(
+            f"{plan.work} holds text made in another way ({found}), now asked for: {wanted}: give "
+            f"another --out, or delete {plan.work}"
+        )
+    write_whole(file, wanted)
 
 
 @dataclass(frozen=True)

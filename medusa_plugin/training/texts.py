@@ -12,6 +12,8 @@ from medusa_plugin.training.self_text import Conversation, SelfTextFile
 
 HELD_OUT_EVERY = 20
 """One conversation of so many is held out, whole."""
+MIN_HELD_OUT = 2
+"""One calibrates, one judges."""
 
 
 class TrainingError(ValueError):
@@ -71,25 +73,26 @@ def self_made_texts(file: SelfTextFile) -> list[Text]:
 
 
 def split(texts: Sequence[Text]) -> tuple[list[Text], list[Text]]:
-    """Texts to train on, and held-out ones: about every 20th, at least one.
+    """Texts to train on, and held-out ones: about every 20th, at least two.
 
     A hash of the first prompt decides, so the same prompt is never on both sides, and a text stays
     on its side when others are added.
 
     Raises:
-        TrainingError: there are fewer than two texts with an answer and different prompts.
+        TrainingError: there are fewer than three texts with an answer and different prompts.
     """
     texts = [text for text in texts if text.rows]
     hashes = [_hash(text.token_ids[: text.answers[0][0]]) for text in texts]
-    different = set(hashes)
-    if len(different) < 2:
+    different = sorted(set(hashes))
+    if len(different) <= MIN_HELD_OUT:
         raise TrainingError(
-            f"{len(different)} conversations with an answer: training needs at least 2 of "
-            "different prompts, one of them held out; give more prompts, or raise --tokens"
+            f"{len(different)} conversations with an answer: training needs at least "
+            f"{MIN_HELD_OUT + 1} of different prompts, {MIN_HELD_OUT} of them held out; give more "
+            "prompts, or raise --tokens"
         )
     held_out = {value for value in different if value % HELD_OUT_EVERY == 0}
-    if not held_out or held_out == different:
-        held_out = {min(different)}
+    if not MIN_HELD_OUT <= len(held_out) < len(different):
+        held_out = set(different[:MIN_HELD_OUT])
     return (
         [text for text, value in zip(texts, hashes, strict=True) if value not in held_out],
         [text for text, value in zip(texts, hashes, strict=True) if value in held_out],
