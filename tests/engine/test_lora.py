@@ -1,7 +1,11 @@
-"""LoRA adapters: each request of a mixed batch decodes through trees as plain vLLM with its own."""
+"""LoRA adapters: each request of a mixed batch decodes through trees as plain vLLM with its own.
+
+In one process and by two tensor-parallel ranks.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -13,8 +17,9 @@ from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 
 from medusa_plugin.vllm_glue import costs
-from tests.engine import harness
+from tests.engine import harness, ranks
 from tests.engine.conftest import HIDDEN_SIZE, VOCAB_SIZE
+from tests.engine.drafters import PlantedDrafter
 
 RANK = 4
 # Where an adapter adds, with its input and output features in the tiny model. The last goes by
@@ -59,10 +64,17 @@ def test_adapters_and_none_in_one_batch(
     monkeypatch.setattr(costs, "write_costs", lambda circumstances, found: None)
     monkeypatch.setattr(costs, "ROWS", (1, 8, 32))
     plain = make_brief_engine(**OPTIONS)
-    medusa = make_brief_engine(
+    speculation = {"speculative_config": harness.speculation(random_heads)}
+    medusa = make_brief_engine(**OPTIONS, **speculation)
+    parallel = make_brief_engine(
         **OPTIONS,
-        speculative_config=harness.speculation(random_heads),
+        **speculation,
+        additional_config={"medusa": {"sizes": "fixed"}},  # nothing to measure
+        tensor_parallel_size=2,
+        distributed_executor_backend="mp",
     )
+    parallel.collective_rpc(ranks.disturb)
+    parallel.collective_rpc(ranks.watch)
     first, second = (
         LoRARequest(f"adapter-{i}", i, make_adapter(tmp_path / str(i), seed=i)) for i in (1, 2)
     )
@@ -87,11 +99,15 @@ def test_adapters_and_none_in_one_batch(
         assert len({known[0] for known in expected}) == len(requests), (
             "the adapters make no difference"
         )
-        for hit_rate in harness.HIT_RATES.values():
-            drafter = harness.plant(medusa, [harness.BUSHY, harness.DEEP], VOCAB_SIZE, hit_rate)
+        for engine, hit_rate in itertools.product((medusa, parallel), harness.HIT_RATES.values()):
+            drafter = PlantedDrafter([harness.BUSHY, harness.DEEP], VOCAB_SIZE, hit_rate)
             for (prompt, _), (first_token, *rest) in zip(requests, expected, strict=True):
                 # A prompt has an answer for each adapter: their first tokens tell them apart.
                 drafter.learn([*prompt, first_token], rest)
-            assert answers(medusa, params) == expected
+            engine.collective_rpc(ranks.plant, args=(drafter,))
+            assert answers(engine, params) == expected
+            drafter = engine.collective_rpc(ranks.planted)[0]
             assert sum(drafter.accepted) > 0 or hit_rate == 0
             assert drafter.branching_steps > 0
+    first_rank, second_rank = parallel.collective_rpc(ranks.take_steps)
+    assert first_rank and first_rank == second_rank, "the ranks parted"
