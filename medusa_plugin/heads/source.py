@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +20,6 @@ from medusa_plugin.heads.files import (
     read_json_object,
     read_tensors,
 )
-
-logger = logging.getLogger("vllm.medusa")
 
 MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 TRAINED_FILE = "heads.safetensors"
@@ -102,7 +99,10 @@ class Source:
         Raises:
             HeadsError: a file is corrupt, or a tensor has NaN or infinite values.
         """
-        for name, tensor in self.read(names).items():
+        pickled = self.file.suffix != ".safetensors"
+        # One at a time, so that not all are in memory twice; a pickle is mapped as a whole.
+        batches = [names] if pickled else [[name] for name in names]
+        for name, tensor in (item for batch in batches for item in self.read(batch).items()):
             cast = tensor.to(target.dtype)
             if not torch.isfinite(cast).all():
                 raise HeadsError(

@@ -120,7 +120,7 @@ def _input_embedding(target_model: Any) -> Any:
         UnsupportedFeatureError: there is none in plain floating point.
     """
     layer = None
-    for path in (("model", "embed_tokens"), ("transformer", "wte"), ("model", "embeddings")):
+    for path in (("model", "embed_tokens"), ("transformer", "wte")):
         found = target_model
         for name in path:
             found = getattr(found, name, None)
