@@ -69,7 +69,7 @@ def extract(
 
     Args:
         target: the model.
-        texts: longer ones than the model's context are cut.
+        texts: longer ones than the model's context are cut, or left out where no answer is left.
         directory: of the shards of these texts alone; made.
         progress: told of tokens, also of those in shards that were there.
         shard_bytes: of hidden states in a shard, about.
@@ -78,9 +78,15 @@ def extract(
         The shards in the order of the texts.
 
     Raises:
-        TrainingError: the disk has too little room, or a hidden state is not finite.
+        TrainingError: no answer is within the context, the disk has too little room, or a hidden
+            state is not finite.
     """
-    texts = [text.cut(target.max_tokens) for text in texts]
+    texts = [cut for text in texts if (cut := text.cut(target.max_tokens)).rows]
+    if not texts:
+        raise TrainingError(
+            f"every answer begins beyond the model's context of {target.max_tokens} tokens: give "
+            "shorter conversations"
+        )
     hidden_size = int(target.config.hidden_size)
     parts = plan(texts, hidden_size, shard_bytes)
     directory.mkdir(parents=True, exist_ok=True)

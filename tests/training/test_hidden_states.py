@@ -124,8 +124,11 @@ def test_a_full_disk_is_said_before_anything_is_made(
 
 def test_texts_beyond_the_context_are_cut(target: Target, tmp_path: Path) -> None:
     long = Text(tuple(range(40)) * 10, ((5, 10), (20, 300), (350, 400)))
-    shards = extract(target, [long], tmp_path)
+    beyond = Text(long.token_ids, ((350, 400),))
+    shards = extract(target, [beyond, long, beyond], tmp_path)
     assert read(shards)[2] == [5, target.max_tokens - 20]
+    with pytest.raises(TrainingError, match="beyond the model's context"):
+        extract(target, [beyond], tmp_path)
 
 
 def test_batches_hold_every_text_once_within_their_room() -> None:
