@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from medusa_plugin.training.texts import Text, TrainingError
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+"""Where a template marks what the model generates."""
 
 
 def read_conversations(file: Path, tokenizer: Any) -> list[Text]:
@@ -47,9 +51,7 @@ def render(messages: list[dict[str, Any]], tokenizer: Any) -> Text:
     the conversation up to it has more than the conversation before it with the beginning of an
     answer; turns that the template changes once the conversation goes on are left unmarked.
     """
-    if "{% generation %}" in tokenizer.chat_template or (
-        "{%- generation" in tokenizer.chat_template
-    ):
+    if _GENERATION.search(tokenizer.chat_template):
         made = tokenizer.apply_chat_template(
             messages, return_dict=True, return_assistant_tokens_mask=True
         )
@@ -69,11 +71,13 @@ def render(messages: list[dict[str, Any]], tokenizer: Any) -> Text:
         if not whole.startswith(through):
             continue
         start = _common(before, through)
+        # White space after the mark that ends a turn is the template's, not the model's.
+        end = len(through.rstrip())
         for place, (first, _) in enumerate(places):
-            if start <= first < len(through):
+            if start <= first < end:
                 mask[place] = True
                 if ids[place] == tokenizer.eos_token_id:
-                    break  # what a template puts after it is never generated
+                    break  # nor is anything else that a template puts after it
     return Text(tuple(ids), _runs(mask))
 
 

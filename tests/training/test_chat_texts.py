@@ -28,13 +28,29 @@ def tokenizer_of(folder: Path, template: str) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
-@pytest.mark.parametrize("template", [models.TEMPLATE, models.MARKED_TEMPLATE])
+@pytest.mark.parametrize(
+    "template",
+    [
+        models.TEMPLATE,
+        models.MARKED_TEMPLATE,
+        models.MARKED_TEMPLATE.replace("{% generation %}", "{%- generation -%}"),
+        models.MARKED_TEMPLATE.replace("{% generation %}", "{%generation%}"),
+    ],
+)
 def test_every_answer_is_marked_to_its_end(template: str, tmp_path: Path) -> None:
     tokenizer = tokenizer_of(tmp_path, template)
     text = render(CHAT, tokenizer)
     assert tokenizer.decode(text.token_ids) == tokenizer.apply_chat_template(CHAT, tokenize=False)
     answers = [tokenizer.decode(text.token_ids[start:stop]) for start, stop in text.answers]
     assert answers == ["Hello, you!<end>", "  4  <end>"]
+
+
+def test_turns_may_end_with_another_mark_than_the_eos_token(tmp_path: Path) -> None:
+    """As Gemma's do; the new line after it is the template's."""
+    tokenizer = tokenizer_of(tmp_path, models.TEMPLATE.replace("<end>", "<|system|>"))
+    text = render(CHAT, tokenizer)
+    answers = [tokenizer.decode(text.token_ids[start:stop]) for start, stop in text.answers]
+    assert answers == ["Hello, you!<|system|>", "  4  <|system|>"]
 
 
 def test_turns_that_the_template_changes_later_are_not_learnt(tmp_path: Path) -> None:
