@@ -271,3 +271,25 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
     for name, tensor in alone.heads.state_dict().items():
         assert torch.equal(first[name], second[name]), name
         torch.testing.assert_close(first[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+def test_heads_that_read_tokens_are_fed_the_true_ones(tmp_path: Path) -> None:
+    """Every second token is random, and the one after it follows from it alone."""
+    generator = torch.Generator().manual_seed(5)
+    half = toy.VOCAB_SIZE // 2
+    pairs = torch.randint(half, (240, 6), generator=generator).tolist()
+    answers = [[token for r in row for token in (r, r + half)] for row in pairs]
+    shards = [toy.shard(tmp_path / "train", answers[40:])]
+    held_out = [toy.shard(tmp_path / "held_out", answers[:40])]
+    ranked = rank_tokens(shards, toy.VOCAB_SIZE)
+    made = shape_of("recurrent")
+    trainer = Trainer(
+        fresh_heads(made, toy.target(), ranked, measure_inputs(shards), seed=1),
+        objective_of(made, toy.target(), ranked, decay=0.9, distill=0.0),
+        Examples(shards, 3, 128, seed=2),
+        sample(held_out, 3, 1000, 0),
+        replace(OPTIONS, epochs=20, learning_rate=1e-2, evaluate_every=1000),
+        tmp_path / "fit.pt",
+    )
+    accuracy = [row[0] for row in trainer.run().evaluations[-1].accuracy]
+    assert min(accuracy) > 0.4, accuracy  # about half of each head's tokens can be known
