@@ -237,7 +237,7 @@ def _run(console: Console, plan: Plan, source: TextSource) -> None:
     console.print(
         f"Tokens per step on held-out text: {judged.yields.simulated[15]:.2f} with 16 rows, "
         f"{judged.yields.simulated[31]:.2f} with 32. Serve: vllm serve {plan.model} "
-        f"--speculative-model {plan.out}",
+        f"--speculative-model medusa --medusa-heads {plan.out}",
         highlight=False,
         soft_wrap=True,
     )

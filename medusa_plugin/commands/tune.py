@@ -323,23 +323,16 @@ def fit_answers(answers: Sequence[Answer], num_nodes: int) -> list[HeadFit]:
 
 def learn(options: Options, measured: Measured, source: str, weights: Path) -> HeadsTuning:
     """Put what was measured into the form of the file."""
-    from medusa_plugin.heads.tuning import HeadScaling, HeadsTuning, MeasuredOn, fingerprint
-    from medusa_plugin.training.calibrate import accuracies, judge
+    from medusa_plugin.heads.tuning import MeasuredOn
+    from medusa_plugin.training.calibrate import accuracies, judge, tuning_of
 
     answers = measured.recording.answers
-    table = accuracies(judge(answers, measured.facts.num_nodes))
-    return HeadsTuning(
-        fingerprint=fingerprint(weights),
-        draft_vocab_size=measured.facts.draft_vocab_size,
-        calibration=tuple(
-            HeadScaling(
-                bias=round(fit.calibration.bias, 4),
-                scale=float(f"{fit.calibration.scale:.5g}"),  # never 0, which no engine would read
-            )
-            for fit in measured.fits
-        ),
-        accuracies=tuple(tuple(round(share, 4) for share in row) for row in table.tolist()),
-        measured_on=MeasuredOn(
+    return tuning_of(
+        measured.fits,
+        accuracies(judge(answers, measured.facts.num_nodes)),
+        weights,
+        measured.facts.draft_vocab_size,
+        MeasuredOn(
             # Of a local model only the name: the file goes around with the heads.
             model=Path(options.model).name if Path(options.model).is_dir() else options.model,
             prompts=source,

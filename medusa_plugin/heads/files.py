@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from medusa_plugin.heads.base import HeadsError
 
@@ -118,6 +119,13 @@ def _is_not_plain(tensor: torch.Tensor) -> str | None:
     if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
         return f"repeats few numbers to shape {list(tensor.shape)}"
     return None
+
+
+def write_tensors(tensors: dict[str, torch.Tensor], file: Path) -> None:
+    """Write a safetensors file that all may read; makes its directory."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, file, metadata={"format": "pt"})
+    file.chmod(0o644)  # a server may run as another user
 
 
 def read_json_object(file: Path) -> dict[str, Any]:

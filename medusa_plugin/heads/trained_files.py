@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
 from medusa_plugin.atomic_file import write_whole
 from medusa_plugin.heads.base import TargetSpec
 from medusa_plugin.heads.conditioned import ConditionedHeads
-from medusa_plugin.heads.files import CONFIG_FILE, DRAFT_VOCAB_FILE, DRAFT_VOCAB_KEY
+from medusa_plugin.heads.files import CONFIG_FILE, DRAFT_VOCAB_FILE, DRAFT_VOCAB_KEY, write_tensors
 from medusa_plugin.heads.recurrent import RecurrentHeads
 from medusa_plugin.heads.trained import TrainedConfig
 
@@ -47,12 +46,11 @@ def save_trained(
             the rows of the heads' output table.
         dtype: of the weights in the file.
     """
-    directory.mkdir(parents=True, exist_ok=True)
     tensors = {
         name: tensor.detach().to("cpu", dtype).contiguous()
         for name, tensor in heads.state_dict().items()
     }
-    save_file(tensors, directory / TRAINED_WEIGHTS_FILE, metadata={"format": "pt"})
+    write_tensors(tensors, directory / TRAINED_WEIGHTS_FILE)
     ranked = {DRAFT_VOCAB_KEY: draft_vocab.to("cpu", torch.int32).contiguous()}
-    save_file(ranked, directory / DRAFT_VOCAB_FILE, metadata={"format": "pt"})
+    write_tensors(ranked, directory / DRAFT_VOCAB_FILE)
     write_whole(directory / CONFIG_FILE, config.model_dump_json(indent=1) + "\n")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from medusa_plugin.heads.tuning import HeadScaling, HeadsTuning, MeasuredOn, fingerprint
 from medusa_plugin.training.record import Answer
 from medusa_plugin.tree.dynamic import FloatArray, Int64Array
 from medusa_plugin.tree.estimate import HeadCalibration
@@ -133,6 +135,37 @@ def fit_heads(fit: Judgements, held_out: Judgements, num_candidates: int) -> lis
             )
         )
     return fits
+
+
+def tuning_of(
+    fits: Sequence[HeadFit],
+    table: npt.NDArray[np.float64],
+    weights: Path,
+    draft_vocab_size: int,
+    measured_on: MeasuredOn,
+) -> HeadsTuning:
+    """What was learnt about heads, in the form of their tuning file.
+
+    Args:
+        fits: of the heads.
+        table: `[num_heads, k]`, see `accuracies`.
+        weights: the heads' file.
+        draft_vocab_size: of the candidates that were judged.
+        measured_on: where it comes from.
+    """
+    return HeadsTuning(
+        fingerprint=fingerprint(weights),
+        draft_vocab_size=draft_vocab_size,
+        calibration=tuple(
+            HeadScaling(
+                bias=round(fit.calibration.bias, 4),
+                scale=float(f"{fit.calibration.scale:.5g}"),  # never 0, which no engine would read
+            )
+            for fit in fits
+        ),
+        accuracies=tuple(tuple(round(share, 4) for share in row) for row in table.tolist()),
+        measured_on=measured_on,
+    )
 
 
 def fit_scaling(odds: npt.NDArray[np.float64], hits: BoolArray) -> HeadCalibration:

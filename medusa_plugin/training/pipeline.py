@@ -11,9 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from medusa_plugin import __version__
 from medusa_plugin.atomic_file import write_whole
-from medusa_plugin.heads import load_heads
+from medusa_plugin.heads import load_heads, peek_heads
 from medusa_plugin.heads.base import TargetSpec
+from medusa_plugin.heads.tuning import MeasuredOn, write_tuning
+from medusa_plugin.training.calibrate import tuning_of
 from medusa_plugin.training.evaluate import HeldOut, evaluate_held_out
 from medusa_plugin.training.examples import Examples, measure_inputs, rank_tokens, sample
 from medusa_plugin.training.fit import FitOptions, FitState, Trainer
@@ -166,6 +169,8 @@ def train_heads(
 def evaluate_heads(plan: Plan, data: HiddenStates) -> HeldOut:
     """Judge the heads in `plan.out`, as they are served, in float32 on the CPU.
 
+    What is learnt of their probabilities is written beside them, for dynamic and static trees.
+
     Raises:
         TrainingError: too few held-out answers are longer than there are heads.
     """
@@ -181,6 +186,18 @@ def evaluate_heads(plan: Plan, data: HiddenStates) -> HeldOut:
     vocab_size = min(plan.shape.draft_vocab_size, target.vocab_size)
     heads = load_heads(plan.out, target, draft_vocab_size=vocab_size)
     try:
-        return evaluate_held_out(heads, data.held_out, torch.float32)
+        judged = evaluate_held_out(heads, data.held_out, torch.float32)
     except ValueError as error:
         raise TrainingError(f"too little held-out text: {error}; raise --tokens") from error
+    weights = peek_heads(plan.out, use_tuning=False).path
+    measured_on = MeasuredOn(
+        model=Path(plan.model).name if Path(plan.model).is_dir() else plan.model,
+        prompts="held out in training",
+        num_prompts=judged.answers,
+        num_tokens=judged.tokens,
+        dtype="float32",
+        medusa=__version__,
+    )
+    tuning = tuning_of(judged.fits, judged.accuracies, weights, vocab_size, measured_on)
+    write_tuning(tuning, weights, plan.out)
+    return judged

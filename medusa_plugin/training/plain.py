@@ -6,12 +6,11 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from medusa_plugin.atomic_file import write_whole
 from medusa_plugin.heads.base import TargetSpec
-from medusa_plugin.heads.files import CONFIG_FILE, DRAFT_VOCAB_FILE, DRAFT_VOCAB_KEY
+from medusa_plugin.heads.files import CONFIG_FILE, DRAFT_VOCAB_FILE, DRAFT_VOCAB_KEY, write_tensors
 from medusa_plugin.heads.medusa import HeadWeights, MedusaHeads
 from medusa_plugin.training.examples import InputStatistics
 
@@ -73,15 +72,14 @@ def save_plain(
         draft_vocab: int64 `[n]`, most frequent first.
         dtype: of the weights in the file.
     """
-    directory.mkdir(parents=True, exist_ok=True)
     folded = heads.folded()
     tensors = {}
     for head in range(heads.num_heads):
         tensors[f"{head}.0.linear.weight"] = folded.weights[0][head]
         tensors[f"{head}.0.linear.bias"] = folded.biases[0][head]
     plain = {key: tensor.detach().to("cpu", dtype).contiguous() for key, tensor in tensors.items()}
-    save_file(plain, directory / WEIGHTS_FILE, metadata={"format": "pt"})
+    write_tensors(plain, directory / WEIGHTS_FILE)
     ranked = {DRAFT_VOCAB_KEY: draft_vocab.to("cpu", torch.int32).contiguous()}
-    save_file(ranked, directory / DRAFT_VOCAB_FILE, metadata={"format": "pt"})
+    write_tensors(ranked, directory / DRAFT_VOCAB_FILE)
     config = {"medusa_num_heads": heads.num_heads, "medusa_num_layers": 1, "version": "2"}
     write_whole(directory / CONFIG_FILE, json.dumps(config, indent=1) + "\n")

@@ -15,7 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from medusa_plugin.commands.main import app
-from medusa_plugin.heads import load_heads
+from medusa_plugin.heads import load_heads, peek_heads
 from medusa_plugin.training.pipeline import Plan, require_same_text
 from medusa_plugin.training.target import Target
 from medusa_plugin.training.texts import TrainingError
@@ -60,6 +60,10 @@ def test_files_of_every_kind_load_and_the_report_is_whole(
     spec = Target(str(model), torch.float32, torch.device("cpu")).spec()
     heads = load_heads(tmp_path, spec, draft_vocab_size=100)
     assert (heads.num_heads, heads.max_top_k) == (3, 100)
+    tuning = peek_heads(tmp_path).tuning
+    assert tuning is not None and len(tuning.calibration) == 3 and tuning.draft_vocab_size == 100
+    for file in tmp_path.glob("*.*"):
+        assert file.stat().st_mode & 0o444 == 0o444, f"{file.name} is not for all to read"
     page = (tmp_path / "report.html").read_text()
     assert page.count("data:image/png;base64,") == 3 and "http" not in page
     for name in ("loss.png", "accuracy.png", "tokens_per_step.png"):
