@@ -199,7 +199,8 @@ class HeadsEstimate:
     def _calibrate(log_probs: FloatArray, bias: FloatArray, scale: FloatArray) -> FloatArray:
         # logit(p) = log p - log(1 - p); a certain candidate would be infinite.
         odds = log_probs - np.log1p(-np.exp(np.minimum(log_probs, -1e-6)))
-        probs: FloatArray = 1 / (1 + np.exp(np.minimum(-(bias + scale * odds), 80)))
+        with np.errstate(over="ignore"):  # of an impossible candidate: exactly 0
+            probs: FloatArray = 1 / (1 + np.exp(-(bias + scale * odds)))
         return probs
 
     def head_ratios(self) -> FloatArray:

@@ -56,7 +56,7 @@ DAMAGES: dict[str, tuple[Any, str]] = {
     ),
     "hydra": (
         lambda d: with_tensors(d, lambda t: t.update({"hydra_mlp.0.weight": torch.zeros(4, 4)})),
-        "Hydra",
+        "hydra_mlp.0.weight",
     ),
     "dtype": (
         lambda d: with_tensors(
