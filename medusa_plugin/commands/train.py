@@ -296,7 +296,6 @@ def _answer(progress: Progress, plan: Plan, source: TextSource, file: Any) -> No
                     progress.advance(bar, len(item.answer_ids))
 
             request = SelfTextRequest(
-                0,
                 done,
                 source.tokens - made,
                 source.max_answer_tokens,

@@ -66,6 +66,12 @@ class Candidates:
         return cls(chosen.transpose(0, 1), values.transpose(0, 1), logits.transpose(0, 1))
 
 
+def require_hidden(hidden: torch.Tensor, hidden_size: int) -> None:
+    """Raise `ValueError` unless `hidden` is `[batch, hidden_size]`."""
+    if hidden.dim() != 2 or hidden.shape[1] != hidden_size:
+        raise ValueError(f"hidden has shape {list(hidden.shape)}, expected [batch, {hidden_size}]")
+
+
 class DraftHeads(ABC):
     """Head h (0-based) proposes the token h + 2 ahead; the token 1 ahead is the target's own."""
 

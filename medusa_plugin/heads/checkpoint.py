@@ -92,6 +92,13 @@ class HeadsInfo:
             HeadsError: they do not fit `target`, a file is corrupt, or there is no such ranking.
         """
         self.require_target(hidden_size=target.hidden_size, vocab_size=target.vocab_size)
+        if tuple(target.lm_head.shape[1:]) != (target.hidden_size,) or (
+            target.lm_head.shape[0] < target.vocab_size
+        ):
+            raise HeadsError(
+                f"the target's lm_head has shape {list(target.lm_head.shape)}, expected at least "
+                f"{target.vocab_size} rows of {target.hidden_size}"
+            )
         size = choose_size(
             draft_vocab_size, table_rows=self.variant.table_rows, ranked=self.draft_vocab_ranked
         )

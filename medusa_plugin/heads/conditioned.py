@@ -10,32 +10,23 @@ import torch.nn.functional as F
 from torch import nn
 
 from medusa_plugin.heads.base import Candidates, ParallelHeads, TargetSpec
-from medusa_plugin.heads.trained import Inputs, Output, TrainedConfig
+from medusa_plugin.heads.trained import TrainedConfig, TrainedModule
 
 
-class ConditionedHeads(nn.Module, ParallelHeads):
+class ConditionedHeads(TrainedModule, ParallelHeads):
     """a = SiLU(W h + U e + b), shared; head k: logits = table (V_k a).
 
     h is the standardised hidden state, e the embedding of the token just chosen.
 
-    Args:
-        config: of the checkpoint.
-        target: gives the embedding, and the lm head where there is no table.
-        draft_vocab: int64 `[n]`, distinct ids of the tokens that may be proposed; None for all.
+    For arguments see `TrainedModule`.
     """
 
     def __init__(
         self, config: TrainedConfig, target: TargetSpec, draft_vocab: torch.Tensor | None
     ) -> None:
-        super().__init__()
-        self.inputs = Inputs(config, target)
+        super().__init__(config, target, draft_vocab)
         self.context = nn.Linear(config.hidden_size, config.width)
-        self.token = nn.Linear(config.hidden_size, config.width, bias=False)
         self.heads = nn.Linear(config.width, config.num_heads * config.output_width, bias=False)
-        self.output = Output(config, target, draft_vocab)
-        self.num_heads = config.num_heads
-        self.max_top_k = self.output.size
-        self.draft_vocab = draft_vocab
 
     def all_logits(self, hidden: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """float32 `[num_heads, batch, max_top_k]`; see `propose`."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from medusa_plugin.heads.base import SequentialHeads
+from medusa_plugin.heads.base import SequentialHeads, require_hidden
 
 Linear = tuple[torch.Tensor, torch.Tensor]
 """Weight `[out, in]` and bias `[out]`."""
@@ -53,11 +53,7 @@ class HydraHeads(SequentialHeads):
 
     def begin(self, hidden: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """See `SequentialHeads.begin`; a row is z."""
-        if hidden.dim() != 2 or hidden.shape[1] != self._embedding.shape[1]:
-            raise ValueError(
-                f"hidden has shape {list(hidden.shape)}, expected "
-                f"[batch, {self._embedding.shape[1]}]"
-            )
+        require_hidden(hidden, self._embedding.shape[1])
         return self.advance(0, hidden.to(self._heads[0].output[0].dtype), token_ids)
 
     def advance(self, head: int, state: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:

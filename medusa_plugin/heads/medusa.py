@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from medusa_plugin.heads.base import Candidates, ParallelHeads
+from medusa_plugin.heads.base import Candidates, ParallelHeads, require_hidden
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,7 @@ class MedusaHeads(ParallelHeads):
 
     def propose(self, hidden: torch.Tensor, token_ids: torch.Tensor, top_k: int) -> Candidates:
         """See `ParallelHeads.propose`; `token_ids` is not looked at by this kind."""
-        if hidden.dim() != 2 or hidden.shape[1] != self._output.shape[-1]:
-            raise ValueError(
-                f"hidden has shape {list(hidden.shape)}, expected [batch, {self._output.shape[-1]}]"
-            )
+        require_hidden(hidden, self._output.shape[-1])
         return Candidates.best(self.logits(hidden), self._draft_vocab, top_k)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

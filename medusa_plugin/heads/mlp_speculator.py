@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from medusa_plugin.heads.base import SequentialHeads
+from medusa_plugin.heads.base import SequentialHeads, require_hidden
 
 _EPS = 1e-6
 
@@ -67,10 +67,7 @@ class MLPSpeculatorHeads(SequentialHeads):
 
     def begin(self, hidden: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """See `SequentialHeads.begin`; a row is s_1."""
-        if hidden.dim() != 2 or hidden.shape[1] != self._hidden_size:
-            raise ValueError(
-                f"hidden has shape {list(hidden.shape)}, expected [batch, {self._hidden_size}]"
-            )
+        require_hidden(hidden, self._hidden_size)
         state = hidden.to(self._stages[0].projection.dtype)
         if self._scale_input:
             state = _normalised(state) / math.sqrt(2)

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+_OPS = ("_is_mkldnn_bf16_supported", "_reorder_linear_weight", "_linear_pointwise")
+"""torch's own, which a build without oneDNN lacks."""
 _ROWS = 8
 """What the layout is chosen for; any number of rows is right."""
 
@@ -20,9 +22,8 @@ def can_pack(weight: torch.Tensor) -> bool:
     return (
         weight.device.type == "cpu"
         and weight.dtype == torch.bfloat16
-        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        and hasattr(mkldnn, "_reorder_linear_weight")
-        and hasattr(mkldnn, "_linear_pointwise")
+        and all(hasattr(mkldnn, name) for name in _OPS)
+        and mkldnn._is_mkldnn_bf16_supported()
     )
 
 

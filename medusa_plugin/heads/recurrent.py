@@ -11,35 +11,26 @@ import torch.nn.functional as F
 from torch import nn
 
 from medusa_plugin.heads.base import SequentialHeads, TargetSpec
-from medusa_plugin.heads.trained import Inputs, Output, TrainedConfig
+from medusa_plugin.heads.trained import TrainedConfig, TrainedModule
 
 
-class RecurrentHeads(nn.Module, SequentialHeads):
+class RecurrentHeads(TrainedModule, SequentialHeads):
     """s_k = V SiLU(W h + U e_k + R s_(k-1) + b_k); logits = table s_k.
 
     h is the standardised hidden state, e_k the embedding of the last token of the branch, b_k the
     only part that differs between the heads; W h is computed once for a tree.
 
-    Args:
-        config: of the checkpoint.
-        target: gives the embedding, and the lm head where there is no table.
-        draft_vocab: int64 `[n]`, distinct ids of the tokens that may be proposed; None for all.
+    For arguments see `TrainedModule`.
     """
 
     def __init__(
         self, config: TrainedConfig, target: TargetSpec, draft_vocab: torch.Tensor | None
     ) -> None:
-        super().__init__()
-        self.inputs = Inputs(config, target)
+        super().__init__(config, target, draft_vocab)
         self.context = nn.Linear(config.hidden_size, config.width, bias=False)
-        self.token = nn.Linear(config.hidden_size, config.width, bias=False)
         self.recur = nn.Linear(config.output_width, config.width, bias=False)
         self.biases = nn.Parameter(torch.zeros(config.num_heads, config.width))
         self.state = nn.Linear(config.width, config.output_width, bias=False)
-        self.output = Output(config, target, draft_vocab)
-        self.num_heads = config.num_heads
-        self.max_top_k = self.output.size
-        self.draft_vocab = draft_vocab
         self._width = config.width
 
     def begin(self, hidden: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:

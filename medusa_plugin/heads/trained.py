@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
-from medusa_plugin.heads.base import HeadsError, TargetSpec
-from medusa_plugin.heads.packed import PackedLinear
+from medusa_plugin.heads.base import HeadsError, TargetSpec, require_hidden
+from medusa_plugin.heads.packed import PackedLinear, pack_linears
 
 Kind = Literal["conditioned", "recurrent"]
 
@@ -74,10 +74,7 @@ class Inputs(nn.Module):
 
     def hidden(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[batch, hidden_size]`, standardised."""
-        if hidden.dim() != 2 or hidden.shape[1] != self.hidden_size:
-            raise ValueError(
-                f"hidden has shape {list(hidden.shape)}, expected [batch, {self.hidden_size}]"
-            )
+        require_hidden(hidden, self.hidden_size)
         return (hidden.to(self.mean.dtype) - self.mean) * self.scale
 
     def tokens(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -118,3 +115,29 @@ class Output(nn.Module):
             logits: torch.Tensor = self._packed(x).float()
             return logits
         return F.linear(x, self.table.to(x.dtype)).float()
+
+
+class TrainedModule(nn.Module):
+    """What every kind trained here has: its inputs, a map of tokens, and its output.
+
+    Args:
+        config: of the checkpoint.
+        target: gives the embedding, and the lm head where there is no table.
+        draft_vocab: int64 `[n]`, distinct ids of the tokens that may be proposed; None for all.
+    """
+
+    def __init__(
+        self, config: TrainedConfig, target: TargetSpec, draft_vocab: torch.Tensor | None
+    ) -> None:
+        super().__init__()
+        self.inputs = Inputs(config, target)
+        self.token = nn.Linear(config.hidden_size, config.width, bias=False)
+        self.output = Output(config, target, draft_vocab)
+        self.num_heads = config.num_heads
+        self.max_top_k = self.output.size
+        self.draft_vocab = draft_vocab
+
+    def pack(self) -> None:
+        """Get ready to serve; nothing can be trained or saved any more."""
+        self.output.pack()
+        pack_linears(self)

@@ -8,7 +8,6 @@ from pydantic import ValidationError
 from medusa_plugin.heads.base import HeadsError, TargetSpec
 from medusa_plugin.heads.draft_vocab import count_ranked
 from medusa_plugin.heads.files import CONFIG_FILE, DRAFT_VOCAB_FILE
-from medusa_plugin.heads.packed import pack_linears
 from medusa_plugin.heads.source import Source
 from medusa_plugin.heads.trained import TrainedConfig
 from medusa_plugin.heads.trained_files import TrainedHeads, build_trained
@@ -91,8 +90,7 @@ class TrainedVariant(Variant):
         with _META:  # every parameter is replaced below
             heads = build_trained(self.config, target, draft_vocab)
         heads.load_state_dict(tensors, assign=True)
-        heads.output.pack()
-        pack_linears(heads)
+        heads.pack()
         return heads.requires_grad_(False).eval()
 
 

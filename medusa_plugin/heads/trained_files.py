@@ -11,9 +11,8 @@ from medusa_plugin.heads.base import TargetSpec
 from medusa_plugin.heads.conditioned import ConditionedHeads
 from medusa_plugin.heads.files import CONFIG_FILE, DRAFT_VOCAB_FILE, DRAFT_VOCAB_KEY, write_tensors
 from medusa_plugin.heads.recurrent import RecurrentHeads
+from medusa_plugin.heads.source import TRAINED_FILE
 from medusa_plugin.heads.trained import TrainedConfig
-
-TRAINED_WEIGHTS_FILE = "heads.safetensors"
 
 TrainedHeads = ConditionedHeads | RecurrentHeads
 
@@ -50,7 +49,7 @@ def save_trained(
         name: tensor.detach().to("cpu", dtype).contiguous()
         for name, tensor in heads.state_dict().items()
     }
-    write_tensors(tensors, directory / TRAINED_WEIGHTS_FILE)
+    write_tensors(tensors, directory / TRAINED_FILE)
     ranked = {DRAFT_VOCAB_KEY: draft_vocab.to("cpu", torch.int32).contiguous()}
     write_tensors(ranked, directory / DRAFT_VOCAB_FILE)
     write_whole(directory / CONFIG_FILE, config.model_dump_json(indent=1) + "\n")

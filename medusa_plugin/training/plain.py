@@ -12,9 +12,8 @@ from medusa_plugin.atomic_file import write_whole
 from medusa_plugin.heads.base import TargetSpec
 from medusa_plugin.heads.files import CONFIG_FILE, DRAFT_VOCAB_FILE, DRAFT_VOCAB_KEY, write_tensors
 from medusa_plugin.heads.medusa import HeadWeights, MedusaHeads
+from medusa_plugin.heads.source import MEDUSA_FILES
 from medusa_plugin.training.examples import InputStatistics
-
-WEIGHTS_FILE = "medusa_lm_head.safetensors"
 
 
 class PlainHeads(nn.Module):
@@ -78,7 +77,7 @@ def save_plain(
         tensors[f"{head}.0.linear.weight"] = folded.weights[0][head]
         tensors[f"{head}.0.linear.bias"] = folded.biases[0][head]
     plain = {key: tensor.detach().to("cpu", dtype).contiguous() for key, tensor in tensors.items()}
-    write_tensors(plain, directory / WEIGHTS_FILE)
+    write_tensors(plain, directory / MEDUSA_FILES[0])
     ranked = {DRAFT_VOCAB_KEY: draft_vocab.to("cpu", torch.int32).contiguous()}
     write_tensors(ranked, directory / DRAFT_VOCAB_FILE)
     config = {"medusa_num_heads": heads.num_heads, "medusa_num_layers": 1, "version": "2"}

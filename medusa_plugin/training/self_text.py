@@ -116,11 +116,3 @@ class SelfTextFile:
                         tuple(entry["prompt_ids"]),
                         tuple(entry["answer_ids"]),
                     )
-
-    def conversations(self) -> list[Conversation]:
-        """By index; of several with the same prompt the first."""
-        found: dict[str, Conversation] = {}
-        made = [item for item in self if isinstance(item, Conversation)]
-        for item in sorted(made, key=lambda item: item.index):
-            found.setdefault(" ".join(item.prompt.lower().split()), item)
-        return list(found.values())

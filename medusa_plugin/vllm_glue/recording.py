@@ -8,17 +8,16 @@ from typing import Any
 
 from medusa_plugin.training.calibrate import split
 from medusa_plugin.training.record import Answer, RecordingDrafter, loop_start
+from medusa_plugin.training.self_text import MIN_ANSWER_TOKENS, reason_against
 from medusa_plugin.training.tree_sizes import Yield, tokens_per_step
 from medusa_plugin.tree.budget import StepCosts
 from medusa_plugin.tree.estimate import HeadCalibration
 from medusa_plugin.vllm_glue.offline_engine import Reporter, prompt_ids
 
 _MARK = "medusa-user-turn"
-_MIN_WORDS = 3
 _PROMPT_TOKENS = 128
 _TRIES = 4
 """Prompts are sampled at most that many times over, where many are of no use."""
-MIN_ANSWER_TOKENS = 8
 
 
 class NoUserTurnError(ValueError):
@@ -87,8 +86,6 @@ def sample_prompts(llm: Any, count: int, report: Reporter | None) -> list[str]:
     Raises:
         NoUserTurnError: the model has no chat template with a user turn.
     """
-    from vllm import SamplingParams
-
     tokenizer = llm.get_tokenizer()
     before, after = user_turn(tokenizer)
     ids = tokenizer.encode(before, add_special_tokens=False)
@@ -96,20 +93,16 @@ def sample_prompts(llm: Any, count: int, report: Reporter | None) -> list[str]:
     for attempt in range(_TRIES):
         wanted = count - len(found)
         params = [
-            SamplingParams(
-                temperature=1.0,
-                min_p=0.005,
-                max_tokens=_PROMPT_TOKENS,
-                stop=[after] if after else [],
-                seed=2 * count * attempt + i,  # a try asks for 2 * count at most
-            )
+            prompt_params(after, 2 * count * attempt + i)  # a try asks for 2 * count at most
             for i in range(wanted + wanted // 4 + 1)
         ]
         outputs = llm.generate([{"prompt_token_ids": ids}] * len(params), params, use_tqdm=False)
         for output in outputs:
             completion = output.outputs[0]
             text = completion.text.strip()
-            if completion.finish_reason == "stop" and is_usable(text, completion.token_ids):
+            if completion.finish_reason == "stop" and not reason_against(
+                text, completion.token_ids
+            ):
                 found.setdefault(text)
         if report is not None:
             report(min(len(found), count))
@@ -124,11 +117,18 @@ def prompt_lengths(llm: Any, prompts: Sequence[str], report: Reporter | None) ->
     return [len(prompt_ids(tokenizer, [{"role": "user", "content": prompt}])) for prompt in prompts]
 
 
-def is_usable(text: str, token_ids: Any) -> bool:
-    """Whether a sampled prompt is more than a few words and no loop."""
-    import numpy as np
+def prompt_params(end_of_turn: str, seed: int, **options: Any) -> Any:
+    """`SamplingParams` by which a model makes up a prompt, up to the end of the user's turn."""
+    from vllm import SamplingParams
 
-    return len(text.split()) >= _MIN_WORDS and loop_start(np.array(token_ids)) == len(token_ids)
+    return SamplingParams(
+        temperature=1.0,
+        min_p=0.005,  # top-p would sort the whole vocabulary in every step
+        max_tokens=_PROMPT_TOKENS,
+        stop=[end_of_turn] if end_of_turn else [],
+        seed=seed,
+        **options,
+    )
 
 
 def record(llm: Any, request: RecordRequest, report: Reporter | None) -> Recording:

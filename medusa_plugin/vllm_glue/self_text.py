@@ -21,9 +21,8 @@ from medusa_plugin.training.self_text import (
     reason_against,
 )
 from medusa_plugin.vllm_glue.offline_engine import Reporter, prompt_ids
-from medusa_plugin.vllm_glue.recording import user_turn
+from medusa_plugin.vllm_glue.recording import prompt_params, user_turn
 
-_PROMPT_TOKENS = 128
 _LOOK_FOR_LOOPS_EVERY = 32
 """Tokens; a looping answer would otherwise take its room to the end."""
 
@@ -32,10 +31,8 @@ _LOOK_FOR_LOOPS_EVERY = 32
 class SelfTextRequest:
     """Which conversations to make."""
 
-    first: int
-    """Index to begin with; indices count up until `tokens` are made."""
     done: frozenset[int]
-    """Indices to pass over."""
+    """Indices to pass over; the others count up from 0 until `tokens` are made."""
     tokens: int
     """Answer tokens to make, at least."""
     max_answer_tokens: int
@@ -86,7 +83,7 @@ class _Maker:
         self._before, self._after = "", ""
         if request.prompts is None:
             self._before, self._after = user_turn(self._tokenizer)
-        self._index = request.first
+        self._index = 0
         self._prompts: dict[int, tuple[str, tuple[int, ...]]] = {}
         self._tokens: dict[str, list[int]] = {}
         self._texts: dict[str, str] = {}
@@ -129,17 +126,10 @@ class _Maker:
         return True
 
     def _ask_for_prompt(self, index: int) -> None:
-        from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        params = SamplingParams(
-            temperature=1.0,
-            min_p=0.005,  # top-p would sort the whole vocabulary in every step
-            max_tokens=_PROMPT_TOKENS,
-            stop=[self._after] if self._after else [],
-            seed=self._request.seed + index,
-            output_kind=RequestOutputKind.DELTA,
-        )
+        seed = self._request.seed + index
+        params = prompt_params(self._after, seed, output_kind=RequestOutputKind.DELTA)
         ids = self._tokenizer.encode(self._before + opener_of(index), add_special_tokens=False)
         self._add(f"prompt-{index}", ids, params)
 

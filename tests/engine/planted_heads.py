@@ -6,12 +6,12 @@ import random
 
 import torch
 
-from medusa_plugin.heads.base import Candidates, ParallelHeads, SequentialHeads
+from medusa_plugin.heads.base import Candidates, DraftHeads, ParallelHeads, SequentialHeads
 from tests.engine.conftest import VOCAB_SIZE
 
 
-class PlantedHeads(ParallelHeads):
-    """Four heads; for each request the right token has a random rank, or is not there."""
+class Planted(DraftHeads):
+    """What both kinds know, and how they err."""
 
     num_heads = 4
     max_top_k = VOCAB_SIZE
@@ -22,6 +22,10 @@ class PlantedHeads(ParallelHeads):
         """Of the requests of the next call."""
         self.calls = 0
         self._random = random.Random(seed)
+
+
+class PlantedHeads(Planted, ParallelHeads):
+    """Four heads; for each request the right token has a random rank, or is not there."""
 
     def propose(self, hidden: torch.Tensor, token_ids: torch.Tensor, top_k: int) -> Candidates:
         self.calls += 1
@@ -40,23 +44,14 @@ class PlantedHeads(ParallelHeads):
         return Candidates(ids, best, scores)
 
 
-class PlantedBranches(SequentialHeads):
+class PlantedBranches(Planted, SequentialHeads):
     """The same, read along branches: nodes off the right path get nothing but noise.
 
     A state is the request's place in the batch, and how many tokens of its future the node has
     behind it; -1 off the path.
     """
 
-    num_heads = 4
-    max_top_k = VOCAB_SIZE
     draft_vocab = None
-
-    def __init__(self, hit_rate: float, seed: int = 3) -> None:
-        self.hit_rate = hit_rate
-        self.futures: list[list[int]] = []
-        """Of the requests of the next call."""
-        self.calls = 0
-        self._random = random.Random(seed)
 
     def begin(self, hidden: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         self.calls += 1

@@ -25,10 +25,9 @@ from medusa_plugin.vllm_glue import costs as measuring
 from tests.engine import harness
 from tests.engine.conftest import VOCAB_SIZE
 from tests.engine.drafters import PlantedDrafter
-from tests.engine.planted_heads import PlantedBranches, PlantedHeads
+from tests.engine.planted_heads import Planted, PlantedBranches, PlantedHeads
 
 NUM_NODES = 12
-Planted = PlantedHeads | PlantedBranches
 KINDS = [PlantedHeads, PlantedBranches]
 FREE = StepCosts(CostCurve((1, 64), (1.0, 1.0)), CostCurve((1,), (0.0,)))
 STEEP = StepCosts(CostCurve((1, 64), (1.0, 128.0)), CostCurve((1,), (0.1,)))

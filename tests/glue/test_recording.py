@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from medusa_plugin.vllm_glue.recording import NoUserTurnError, is_usable, sample_prompts
+from medusa_plugin.training.self_text import reason_against
+from medusa_plugin.vllm_glue.recording import NoUserTurnError, sample_prompts
 
 
 class Tokenizer:
@@ -101,4 +102,5 @@ def test_models_without_user_turns_need_prompts(template: str | None) -> None:
     ("text", "usable"), [("three words here", True), ("two words", False), ("a b " * 6, False)]
 )
 def test_usable_prompts(text: str, usable: bool) -> None:
-    assert is_usable(text, [ord(character) for character in text]) == usable
+    reason = reason_against(text, [ord(character) for character in text])
+    assert (reason is None) == usable

@@ -20,7 +20,7 @@ from medusa_plugin.tree.token_tree import TokenTree
 from tests.engine import harness
 from tests.engine.conftest import VOCAB_SIZE
 from tests.engine.drafters import PlantedDrafter
-from tests.engine.planted_heads import PlantedBranches, PlantedHeads
+from tests.engine.planted_heads import Planted, PlantedBranches, PlantedHeads
 from tests.soak.cases import Case
 
 Futures = Mapping[tuple[str, int], Sequence[int]]
@@ -103,7 +103,7 @@ class TellingDrafter:
         hidden_states: torch.Tensor,
     ) -> list[DraftTree]:
         """See `medusa_plugin.draft.Drafter`."""
-        if isinstance(self._heads, PlantedHeads | PlantedBranches):
+        if isinstance(self._heads, Planted):
             pairs = zip(requests, paths, strict=True)
             self._heads.futures = [self._known.of(*pair) for pair in pairs]
         self._requests = len(requests)
