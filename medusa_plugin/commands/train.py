@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,22 +24,14 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from medusa_plugin.commands.prompts import PromptsError, read_prompts
-from medusa_plugin.vllm_glue.offline_engine import (
-    EngineProcessError,
-    EngineSettings,
-    OfflineEngine,
-    quiet_environment,
-)
+from medusa_plugin.commands.prompts import PromptsError
+from medusa_plugin.commands.train_text import TextSource, texts_of
+from medusa_plugin.vllm_glue.offline_engine import EngineProcessError
 
 if TYPE_CHECKING:
     from medusa_plugin.training.evaluate import HeldOut
     from medusa_plugin.training.fit import FitState
     from medusa_plugin.training.pipeline import HiddenStates, Plan
-    from medusa_plugin.training.texts import Text
-
-_IN_FLIGHT = 128
-_MAX_MODEL_LEN = 4096
 
 
 class Kind(StrEnum):
@@ -58,25 +48,6 @@ class Dtype(StrEnum):
     AUTO = "auto"
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
-
-
-@dataclass(frozen=True)
-class TextSource:
-    """Where the text comes from."""
-
-    prompts: Path | None
-    conversations: Path | None
-    tokens: int
-    max_answer_tokens: int
-    temperature: float
-
-    def describe(self) -> str:
-        """One phrase for the report."""
-        if self.conversations is not None:
-            return f"conversations of {self.conversations.name}"
-        asked = "made up by the model itself" if self.prompts is None else self.prompts.name
-        how = f"temperature {self.temperature}" if self.temperature else "greedy"
-        return f"prompts {asked}, answered by the model ({how}), loops cut"
 
 
 def train(
@@ -209,7 +180,7 @@ def _run(console: Console, plan: Plan, source: TextSource) -> None:
         console=console,
     )
     with progress:
-        texts = _texts(progress, plan, source)
+        texts = texts_of(progress, plan, source)
         bar = progress.add_task("Hidden states", total=None)
         data: HiddenStates = make_hidden_states(
             plan,
@@ -243,85 +214,6 @@ def _run(console: Console, plan: Plan, source: TextSource) -> None:
     )
 
 
-def _texts(progress: Progress, plan: Plan, source: TextSource) -> list[Text]:
-    from medusa_plugin.training.pipeline import require_same_text
-    from medusa_plugin.training.self_text import SelfTextFile
-    from medusa_plugin.training.texts import TrainingError, self_made_texts
-
-    if source.conversations is not None:
-        from transformers import AutoTokenizer
-
-        from medusa_plugin.training.chat_texts import read_conversations
-
-        return read_conversations(source.conversations, AutoTokenizer.from_pretrained(plan.model))
-    file = plan.work / "self_text.jsonl"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    if not int(os.environ.get("RANK", "0")):
-        prompts = None if source.prompts is None else source.prompts.read_text(encoding="utf-8")
-        require_same_text(
-            plan,
-            {
-                "prompts": prompts and hashlib.sha256(prompts.encode()).hexdigest(),
-                "max_answer_tokens": source.max_answer_tokens,
-                "temperature": source.temperature,
-            },
-        )
-        _answer(progress, plan, source, SelfTextFile(file))
-    _wait()
-    texts = self_made_texts(SelfTextFile(file))
-    if not texts:
-        raise TrainingError("the model gave no answer of use: give other --prompts")
-    return texts
-
-
-def _answer(progress: Progress, plan: Plan, source: TextSource, file: Any) -> None:
-    """Let the model make text until there is enough; nothing where there is."""
-    from medusa_plugin.training.self_text import Conversation
-    from medusa_plugin.vllm_glue.self_text import SelfTextRequest, make_self_text
-
-    items = list(file)
-    made = sum(len(item.answer_ids) for item in items if isinstance(item, Conversation))
-    asked = None
-    if source.prompts is not None:
-        asked = tuple(turns[0] for turns in read_prompts(source.prompts))
-    done = frozenset(item.index for item in items)
-    bar = progress.add_task("Text", total=source.tokens, completed=min(made, source.tokens))
-    if made < source.tokens and (asked is None or len(done) < len(asked)):
-        with OfflineEngine(_engine(plan)) as engine:
-            engine.wait_until_ready()
-
-            def report(item: Any) -> None:
-                file.append(item)
-                if isinstance(item, Conversation):
-                    progress.advance(bar, len(item.answer_ids))
-
-            request = SelfTextRequest(
-                done,
-                source.tokens - made,
-                source.max_answer_tokens,
-                source.temperature,
-                plan.fit.seed,
-                asked,
-            )
-            engine.run(make_self_text, request, report)
-    progress.update(bar, total=1, completed=1)
-
-
-def _engine(plan: Plan) -> EngineSettings:
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(plan.model).get_text_config()
-    room = getattr(config, "max_position_embeddings", None) or _MAX_MODEL_LEN
-    options: dict[str, Any] = {
-        "model": plan.model,
-        "dtype": "auto" if plan.fit.bf16 else "float32",
-        "max_num_seqs": _IN_FLIGHT,
-        "max_model_len": min(room, _MAX_MODEL_LEN),
-        "seed": plan.fit.seed,
-    }
-    return EngineSettings(options, quiet_environment())
-
-
 @contextmanager
 def _processes() -> Iterator[None]:
     """The group of processes that torchrun started; nothing for one process."""
@@ -332,7 +224,7 @@ def _processes() -> Iterator[None]:
 
     import torch.distributed as dist
 
-    # The first makes the text while the others wait.
+    # One may have to wait for the text, or the hidden states, of another.
     dist.init_process_group(
         "nccl" if _torch().cuda.is_available() else "gloo", timeout=timedelta(days=7)
     )
@@ -340,13 +232,6 @@ def _processes() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-def _wait() -> None:
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.barrier()
 
 
 def _torch() -> Any:

@@ -1,5 +1,7 @@
 """Hidden states of the target at the answers of all texts, on disk in shards.
 
+Those that an engine kept when it made a text are taken; others come from a forward pass.
+
 A shard is a safetensors file of about 64 MB; it is renamed into place when whole, and holds a hash
 of its texts, so a run that was killed, or that finds more texts than an earlier one, computes only
 the shards that are missing.
@@ -17,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from medusa_plugin.training.target import Target, batches_by_length
+from medusa_plugin.training.target import Target, batches_by_length, require_finite
 from medusa_plugin.training.texts import Text, TrainingError
 
 SHARD_BYTES = 64 << 20
@@ -161,11 +163,17 @@ def _write(
     hash_: str,
     progress: Callable[[int], None] | None,
 ) -> None:
-    states: dict[int, torch.Tensor] = {}
-    done = 0
-    for batch in batches_by_length(texts):
-        made = target.hidden_states([texts[i] for i in batch])
-        for i, hidden in zip(batch, made, strict=True):
+    states = {
+        i: require_finite(text.hidden.read()[: text.rows], "the engine")
+        for i, text in enumerate(texts)
+        if text.hidden is not None
+    }
+    done = sum(len(texts[i].token_ids) for i in states)
+    missing = [i for i in range(len(texts)) if i not in states]
+    for batch in batches_by_length([texts[i] for i in missing]):
+        chosen = [missing[i] for i in batch]
+        made = target.hidden_states([texts[i] for i in chosen])
+        for i, hidden in zip(chosen, made, strict=True):
             states[i] = hidden.to("cpu", torch.bfloat16)
             done += len(texts[i].token_ids)
         if progress is not None:

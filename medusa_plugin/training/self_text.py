@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from medusa_plugin.training.record import loop_start
+from medusa_plugin.training.stored_states import StoredStates
 
 MIN_PROMPT_WORDS = 3
 MIN_ANSWER_TOKENS = 8
@@ -49,6 +52,17 @@ class Conversation:
     """With the chat template, up to where the answer begins."""
     answer_ids: tuple[int, ...]
     """Cut where it starts to loop."""
+    hidden: StoredStates | None = None
+    """From which the answer's tokens were chosen; None where they were not kept."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """A conversation as the engine hands it over."""
+
+    conversation: Conversation
+    hidden: npt.NDArray[np.int16]
+    """`[answer tokens, hidden_size]` the bits of the bf16 states that its tokens came from."""
 
 
 @dataclass(frozen=True)
@@ -70,13 +84,17 @@ def reason_against(text: str, token_ids: Iterable[int]) -> str | None:
 class SelfTextFile:
     """Conversations on disk, appended one by one; what a killed run left behind is kept.
 
+    Beside the JSON lines is a file of their hidden states, answer after answer.
+
     Args:
         path: of the JSON lines; need not exist.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._hidden_path = path.with_suffix(".hidden")
         self._drop_torn_line()
+        self._drop_torn_states()
 
     def _drop_torn_line(self) -> None:
         """A kill may have left half a line at the end."""
@@ -86,24 +104,52 @@ class SelfTextFile:
             data = file.read()
             file.truncate(data.rfind(b"\n") + 1)
 
-    def append(self, item: Conversation | Skipped) -> None:
+    def _drop_torn_states(self) -> None:
+        """A kill may have left states at the end whose line was not written."""
+        if not self._hidden_path.exists():
+            return
+        kept = [item.hidden for item in self if isinstance(item, Conversation)]
+        end = max((states.end for states in kept if states is not None), default=0)
+        if self._hidden_path.stat().st_size > end:
+            os.truncate(self._hidden_path, end)
+
+    def append(self, item: Made | Skipped) -> None:
         """Add a line; it is in the file when this returns."""
         if isinstance(item, Skipped):
             entry: dict[str, Any] = {"index": item.index, "skipped": item.reason}
         else:
+            made = item.conversation
             entry = {
-                "index": item.index,
-                "prompt": item.prompt,
-                "prompt_ids": list(item.prompt_ids),
-                "answer_ids": list(item.answer_ids),
+                "index": made.index,
+                "prompt": made.prompt,
+                "prompt_ids": list(made.prompt_ids),
+                "answer_ids": list(made.answer_ids),
+                "hidden_at": self._append_states(item.hidden),
+                "hidden_size": item.hidden.shape[1],
             }
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+
+    def _append_states(self, hidden: npt.NDArray[np.int16]) -> int:
+        """Returns where they start, in bytes."""
+        with self._hidden_path.open("ab") as file:
+            start = file.tell()
+            file.write(hidden.tobytes())
+        return start
+
+    def _stored(self, entry: dict[str, Any], size: int) -> StoredStates | None:
+        """What the file of hidden states, of `size` bytes, has for a line."""
+        if "hidden_at" not in entry:
+            return None
+        shape = len(entry["answer_ids"]), entry["hidden_size"]
+        states = StoredStates(self._hidden_path, entry["hidden_at"], *shape)
+        return states if states.end <= size else None
 
     def __iter__(self) -> Iterator[Conversation | Skipped]:
         """All lines in the order in which they were written."""
         if not self.path.exists():
             return
+        size = self._hidden_path.stat().st_size if self._hidden_path.exists() else 0
         with self.path.open(encoding="utf-8") as file:
             for line in file:
                 entry = json.loads(line)
@@ -115,4 +161,5 @@ class SelfTextFile:
                         entry["prompt"],
                         tuple(entry["prompt_ids"]),
                         tuple(entry["answer_ids"]),
+                        self._stored(entry, size),
                     )

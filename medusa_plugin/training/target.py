@@ -83,9 +83,14 @@ class Target:
             torch.cat([states[start - 1 : stop - 1] for start, stop in text.answers])
             for states, text in zip(hidden, texts, strict=True)
         ]
-        if not all(bool(torch.isfinite(states).all()) for states in kept):
-            raise TrainingError(f"the model gives NaN or infinity in {self.dtype}: use float32")
-        return kept
+        return [require_finite(states, f"the model in {self.dtype}") for states in kept]
+
+
+def require_finite(states: torch.Tensor, source: str) -> torch.Tensor:
+    """The same states; raises `TrainingError` where one is not finite."""
+    if not bool(torch.isfinite(states).all()):
+        raise TrainingError(f"{source} gives NaN or infinity as hidden states: use float32")
+    return states
 
 
 def batches_by_length(texts: Sequence[Text], batch_tokens: int = BATCH_TOKENS) -> list[list[int]]:

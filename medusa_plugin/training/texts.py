@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from medusa_plugin.training.self_text import Conversation, SelfTextFile
+from medusa_plugin.training.stored_states import StoredStates
 
 HELD_OUT_EVERY = 20
 """One conversation of so many is held out, whole."""
@@ -27,6 +28,8 @@ class Text:
     token_ids: tuple[int, ...]
     answers: tuple[tuple[int, int], ...]
     """First token and end of each answer, ascending; a first token is never token 0."""
+    hidden: StoredStates | None = field(default=None, compare=False)
+    """Of all answers, where the engine that made them kept them."""
 
     def __post_init__(self) -> None:
         end = 1
@@ -45,7 +48,7 @@ class Text:
         if len(self.token_ids) <= length:
             return self
         answers = [(start, min(stop, length)) for start, stop in self.answers if start < length]
-        return Text(self.token_ids[:length], tuple(answers))
+        return Text(self.token_ids[:length], tuple(answers), self.hidden)
 
     def digest(self) -> bytes:
         """Equal for equal texts."""
@@ -57,18 +60,19 @@ def of_conversation(conversation: Conversation) -> Text:
     """The text of a prompt that the model made up, and its answer."""
     start = len(conversation.prompt_ids)
     ids = conversation.prompt_ids + conversation.answer_ids
-    return Text(ids, ((start, len(ids)),))
+    return Text(ids, ((start, len(ids)),), conversation.hidden)
 
 
-def self_made_texts(file: SelfTextFile) -> list[Text]:
-    """In the order of the file, so that what is appended later changes nothing before it.
+def self_made_texts(files: Sequence[SelfTextFile]) -> list[Text]:
+    """File after file, each in its order.
 
     Of several with the same prompt the first counts.
     """
     found: dict[str, Text] = {}
-    for item in file:
-        if isinstance(item, Conversation):
-            found.setdefault(" ".join(item.prompt.lower().split()), of_conversation(item))
+    for file in files:
+        for item in file:
+            if isinstance(item, Conversation):
+                found.setdefault(" ".join(item.prompt.lower().split()), of_conversation(item))
     return list(found.values())
 
 

@@ -60,7 +60,7 @@ def facts(llm: Any, _: None, report: Reporter | None) -> EngineFacts:
     """See `EngineFacts`."""
     from medusa_plugin.vllm_glue.translate import medusa_config
 
-    runner = _runner(llm)
+    runner = runner_of(llm)
     drafter = runner.medusa_drafter
     return EngineFacts(
         heads=medusa_config(runner.vllm_config).heads,
@@ -139,7 +139,7 @@ def record(llm: Any, request: RecordRequest, report: Reporter | None) -> Recordi
         request: what to answer.
         report: told how many prompts are answered.
     """
-    runner = _runner(llm)
+    runner = runner_of(llm)
     known = runner.medusa_drafter
     drafter = RecordingDrafter(known.heads, num_nodes=known.num_nodes, costs=known.costs)
     drafter.record(request.top_k)
@@ -166,7 +166,7 @@ def simulate(llm: Any, calibration: Sequence[HeadCalibration], report: Reporter 
         calibration: one per head.
         report: not used.
     """
-    drafter = _runner(llm).drafter.drafter
+    drafter = runner_of(llm).drafter.drafter
     held_out = split(drafter.answers)[1]
     return tokens_per_step(held_out, drafter.heads, calibration, drafter.num_nodes)
 
@@ -198,7 +198,8 @@ def _answers(
     return [answers[i] for i in sorted(answers)]
 
 
-def _runner(llm: Any) -> Any:
+def runner_of(llm: Any) -> Any:
+    """The model runner of an engine in this process."""
     return llm.llm_engine.model_executor.driver_worker.worker.model_runner
 
 

@@ -11,17 +11,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from medusa_plugin.training.record import loop_start
 from medusa_plugin.training.self_text import (
     MIN_ANSWER_TOKENS,
     Conversation,
+    Made,
     Skipped,
     opener_of,
     reason_against,
 )
+from medusa_plugin.vllm_glue.hidden_recorder import HiddenRecorder
 from medusa_plugin.vllm_glue.offline_engine import Reporter, prompt_ids
-from medusa_plugin.vllm_glue.recording import prompt_params, user_turn
+from medusa_plugin.vllm_glue.recording import prompt_params, runner_of, user_turn
 
 _LOOK_FOR_LOOPS_EVERY = 32
 """Tokens; a looping answer would otherwise take its room to the end."""
@@ -48,9 +51,9 @@ def make_self_text(llm: Any, request: SelfTextRequest, report: Reporter | None) 
     """Make conversations and report each, or why there is none, as soon as it is known.
 
     Args:
-        llm: the engine.
+        llm: the engine; it drafts nothing.
         request: what to make.
-        report: takes a `Conversation` or `Skipped`.
+        report: takes a `Made` or `Skipped`.
 
     Returns:
         The answer tokens made.
@@ -59,22 +62,24 @@ def make_self_text(llm: Any, request: SelfTextRequest, report: Reporter | None) 
         NoUserTurnError: the model has no chat template with a user turn.
     """
     assert report is not None
-    maker = _Maker(llm, request)
     made = 0
-    for item in maker.run():
-        report(item)
-        if isinstance(item, Conversation):
-            made += len(item.answer_ids)
-            if made >= request.tokens:
-                maker.stop()
+    with HiddenRecorder(runner_of(llm)) as recorder:
+        maker = _Maker(llm, request, recorder)
+        for item in maker.run():
+            report(item)
+            if isinstance(item, Made):
+                made += len(item.conversation.answer_ids)
+                if made >= request.tokens:
+                    maker.stop()
     return made
 
 
 class _Maker:
     """Keeps the engine full of prompts being made up and prompts being answered."""
 
-    def __init__(self, llm: Any, request: SelfTextRequest) -> None:
+    def __init__(self, llm: Any, request: SelfTextRequest, recorder: HiddenRecorder) -> None:
         self._engine = llm.llm_engine
+        self._recorder = recorder
         self._tokenizer = llm.get_tokenizer()
         self._request = request
         config = self._engine.vllm_config
@@ -87,6 +92,7 @@ class _Maker:
         self._prompts: dict[int, tuple[str, tuple[int, ...]]] = {}
         self._tokens: dict[str, list[int]] = {}
         self._texts: dict[str, str] = {}
+        self._inner_ids: dict[int, str] = {}
         self._no_room: list[Skipped] = []
         self._stopped = False
 
@@ -95,7 +101,7 @@ class _Maker:
         self._stopped = True
         self._engine.abort_request(list(self._tokens))
 
-    def run(self) -> Iterator[Conversation | Skipped]:
+    def run(self) -> Iterator[Made | Skipped]:
         """Results as they come, until stopped."""
         while not self._stopped:
             while len(self._tokens) < self._in_flight and self._ask():
@@ -149,13 +155,16 @@ class _Maker:
             output_kind=RequestOutputKind.DELTA,
         )
         self._prompts[index] = text, tuple(ids)
-        self._add(f"answer-{index}", ids, params)
+        self._inner_ids[index] = self._add(f"answer-{index}", ids, params)
+        self._recorder.watch(self._inner_ids[index])
 
-    def _add(self, request_id: str, ids: list[int], params: Any) -> None:
+    def _add(self, request_id: str, ids: list[int], params: Any) -> str:
+        """Submit a request; returns its id as the runner knows it."""
         self._tokens[request_id], self._texts[request_id] = [], ""
-        self._engine.add_request(request_id, {"prompt_token_ids": ids}, params)
+        inner_id: str = self._engine.add_request(request_id, {"prompt_token_ids": ids}, params)
+        return inner_id
 
-    def _advance(self, request_id: str, delta: Any) -> Conversation | Skipped | None:
+    def _advance(self, request_id: str, delta: Any) -> Made | Skipped | None:
         kind, _, number = request_id.partition("-")
         tokens, before = self._tokens[request_id], len(self._tokens[request_id])
         tokens += delta.token_ids
@@ -181,9 +190,10 @@ class _Maker:
         self._ask_for_answer(index, text)
         return None
 
-    def _end_answer(self, index: int, answer: tuple[int, ...]) -> Conversation | Skipped:
+    def _end_answer(self, index: int, answer: tuple[int, ...]) -> Made | Skipped:
         del self._tokens[f"answer-{index}"], self._texts[f"answer-{index}"]
         text, ids = self._prompts.pop(index)
+        hidden = self._recorder.take(self._inner_ids.pop(index), len(answer))
         if len(answer) < MIN_ANSWER_TOKENS:
             return Skipped(index, "short answer")
-        return Conversation(index, text, ids, answer)
+        return Made(Conversation(index, text, ids, answer), hidden.view(torch.int16).numpy())

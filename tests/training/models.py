@@ -48,6 +48,7 @@ def write_llama(folder: Path) -> Path:
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=2,
+        head_dim=32,  # the least that vLLM attends to on a CPU
         num_key_value_heads=1,
         max_position_embeddings=CONTEXT,
         bos_token_id=256,
