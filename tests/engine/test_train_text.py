@@ -13,7 +13,24 @@ from medusa_plugin.training.self_text import Conversation, SelfTextFile
 from tests.training import models
 
 ROOT = Path(__file__).parents[2]
-WORDS = "why does the old ship sink in calm water and who hears its bell at night".split()
+WORDS = [
+    "why",
+    "does",
+    "the",
+    "old",
+    "ship",
+    "sink",
+    "in",
+    "calm",
+    "water",
+    "and",
+    "who",
+    "hears",
+    "its",
+    "bell",
+    "at",
+    "night",
+]
 
 
 def test_two_processes_share_prompts_and_answer_each_once(tmp_path: Path) -> None:
