@@ -13,24 +13,7 @@ from medusa_plugin.training.self_text import Conversation, SelfTextFile
 from tests.training import models
 
 ROOT = Path(__file__).parents[2]
-WORDS = [
-    "why",
-    "does",
-    "the",
-    "old",
-    "ship",
-    "sink",
-    "in",
-    "calm",
-    "water",
-    "and",
-    "who",
-    "hears",
-    "its",
-    "bell",
-    "at",
-    "night",
-]
+VERSE = "why does the old ship sink in calm water and who hears its bell at night"
 
 
 def test_two_processes_share_prompts_and_answer_each_once(tmp_path: Path) -> None:
@@ -38,7 +21,7 @@ def test_two_processes_share_prompts_and_answer_each_once(tmp_path: Path) -> Non
     model.mkdir()
     models.write_llama(model)
     # More tokens than an engine reads in a step, so that a seeded prompt would be read in parts.
-    asked = [" ".join(WORDS[i % 7 : i % 7 + 7]) + f" {i}" for i in range(120)]
+    asked = [f"{VERSE[i % 30 :]} {i}" for i in range(120)]
     prompts.write_text("\n".join(asked))
     arguments = ["train", str(model), "--out", str(out), "--prompts", str(prompts)]
     arguments += ["--temperature", "1", "--max-answer-tokens", "40", "--tokens", "1000000"]
