@@ -111,6 +111,15 @@ def main(
     heads: Annotated[
         Path | None, typer.Option(help="Default: the embedded heads.", file_okay=False)
     ] = None,
+    chain_heads: Annotated[
+        Path | None,
+        typer.Option(
+            help="Plain Medusa heads for vLLM's own chain, which can run no others (medusa train "
+            "--kind medusa). Default: those of --heads.",
+            exists=True,
+            file_okay=False,
+        ),
+    ] = None,
     out: Annotated[Path, typer.Option(help="Directory for results.json and the plot.")] = Path(
         "build/bench_decode"
     ),
@@ -158,6 +167,7 @@ def main(
             dtype=dtype,
             threads=threads or len(os.sched_getaffinity(0)),
             max_num_seqs=max(plan.batches),
+            chain_heads=chain_heads,
         )
         names = [name for name in engines.split(",") if name]
         settings = {"kind": "file" if prompts else kind.value, "mode": mode.value}

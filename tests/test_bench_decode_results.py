@@ -132,11 +132,10 @@ def test_static_trees_are_the_first_nodes_of_one_ranking():
 
 
 def test_heads_that_vllms_chain_cannot_use_leave_it_out(tmp_path):
-    takers, missing = engines.contenders(
-        [engines.CHAIN], [], replace(SETUP, heads=tmp_path), tmp_path
-    )
-    assert [t.name for t in takers] == ["plain"]
-    assert "holds no Medusa heads" in missing["chain"]
+    for setup in (replace(SETUP, heads=tmp_path), replace(SETUP, chain_heads=tmp_path)):
+        takers, missing = engines.contenders([engines.CHAIN], [], setup, tmp_path)
+        assert [t.name for t in takers] == ["plain"]
+        assert "holds no Medusa heads" in missing["chain"]
 
 
 def test_suffix_without_its_package_is_left_out(tmp_path, monkeypatch):

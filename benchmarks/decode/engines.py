@@ -42,6 +42,8 @@ class Setup:
     threads: int
     max_num_seqs: int
     max_model_len: int = 2048
+    chain_heads: Path | None = None
+    """Plain Medusa heads for vLLM's own chain; None: `heads`."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,7 @@ def _chain(setup: Setup, scratch: Path) -> Contender | str:
     from medusa_plugin.heads import HeadsError
 
     try:
-        length = export_chain_heads(setup.heads, setup.model, scratch)
+        length = export_chain_heads(setup.chain_heads or setup.heads, setup.model, scratch)
     except HeadsError as error:
         return f"vLLM's chain cannot use these heads: {error}"
     speculative = {"method": "medusa", "model": str(scratch), "num_speculative_tokens": length}
