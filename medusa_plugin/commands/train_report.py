@@ -68,11 +68,17 @@ def provenance(
 ) -> dict[str, str]:
     """Where the heads come from, as pairs to show."""
     import torch
+    import torch.distributed as dist
     import transformers
 
+    # The card goes with the heads: no directory of this machine is in it.
+    model = Path(plan.model).name if Path(plan.model).is_dir() else plan.model
+    for path, name in ((plan.model, model), (str(plan.out), plan.out.name)):
+        command = command.replace(path, name)
     return {
         "command": command,
-        "model": plan.model,
+        "processes": str(dist.get_world_size() if dist.is_initialized() else 1),
+        "model": model,
         "kind": f"{plan.shape.kind}, {plan.shape.num_heads} heads",
         "text": source,
         "training tokens": f"{data.train_tokens:,}",
@@ -211,7 +217,8 @@ def _card(plan: Plan, judged: HeldOut, tables: Mapping[str, Table]) -> str:
     lines = [
         f"# {plan.shape.kind} draft heads for {name}",
         "",
-        f"`vllm serve MODEL --speculative-model {plan.out.name}`, with the plugin vllm-medusa.",
+        "`vllm serve MODEL --speculative-model medusa --medusa-heads HEADS_DIR`, with the plugin "
+        "vllm-medusa.",
         "",
         _summary(judged),
     ]

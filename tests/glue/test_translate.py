@@ -134,7 +134,7 @@ def test_options_that_would_be_overruled_or_ignored(options: dict[str, Any], mes
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"draft_vocab_size": 99999}, "99999.*rank 16384"),
+        ({"draft_vocab_size": 99999}, "99999.*rank 4096"),
         ({"draft_vocab_size": 2, "tree": [[0], [1], [2]]}, "up to rank 2.*offers only 2"),
     ],
 )

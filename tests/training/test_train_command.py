@@ -69,6 +69,8 @@ def test_files_of_every_kind_load_and_the_report_is_whole(
     for name in ("loss.png", "accuracy.png", "tokens_per_step.png"):
         assert (tmp_path / name).stat().st_size > 1000
     card = (tmp_path / "README.md").read_text()
+    for text in (card, page):
+        assert str(tmp_path) not in text and str(model) not in text, "a directory of this machine"
     for fact in ("| seed | 0 |", "chats.jsonl", "torch ", "--conversations", kind):
         assert fact in card or fact == "--conversations"
     state = json.loads((tmp_path / "training.json").read_text())
