@@ -83,6 +83,7 @@ class StageClock:
 def engine_stages(llm: Any) -> Stages:
     """The stages of a step of `llm`, a `vllm.LLM` whose engine runs in this process."""
     from medusa_plugin import step
+    from medusa_plugin.heads.base import SequentialHeads
     from medusa_plugin.vllm_glue.model_runner import MedusaModelRunner
 
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
@@ -96,10 +97,12 @@ def engine_stages(llm: Any) -> Stages:
     }
     if isinstance(runner, MedusaModelRunner):
         drafter: Any = runner.medusa_drafter
+        sequential = isinstance(drafter.heads, SequentialHeads)
+        calls = ("begin", "advance", "logits") if sequential else ("propose",)
         stages |= {
             "accept": ((step, "walk"),),
             "compact": ((step, "compact"),),
-            "heads": ((drafter.heads, "propose"),),
+            "heads": tuple((drafter.heads, call) for call in calls),
             "draft": ((drafter, "draft"),),
         }
     else:
