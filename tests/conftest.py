@@ -21,3 +21,13 @@ def warnings() -> Iterator[list[str]]:
     logger.addHandler(handler)
     yield messages
     logger.removeHandler(handler)
+
+
+@pytest.fixture(autouse=True)
+def process_stays_as_it_was() -> Iterator[None]:
+    """Tests share a process: what one leaves behind changes what those after it see."""
+
+    logger = logging.getLogger("vllm.medusa")
+    before = logger.level
+    yield
+    assert logger.level == before, "a test left the log changed for the tests after it"

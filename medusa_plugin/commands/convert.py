@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import logging
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +10,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from medusa_plugin.commands.quiet_log import errors_only
 
 
 class Format(enum.StrEnum):
@@ -43,17 +44,19 @@ def convert(
     from medusa_plugin.heads.convert import plan_conversion
 
     console = Console()
-    logging.getLogger("vllm.medusa").setLevel(logging.ERROR)  # 'medusa inspect' tells of them
     try:
-        conversion = plan_conversion(source, destination, to.value, force=force)
-        with Progress(
-            TextColumn("writing"),
-            BarColumn(),
-            DownloadColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-        ) as progress:
+        with (
+            errors_only(),  # 'medusa inspect' tells of the warnings
+            Progress(
+                TextColumn("writing"),
+                BarColumn(),
+                DownloadColumn(),
+                TimeRemainingColumn(),
+                console=console,
+                transient=True,
+            ) as progress,
+        ):
+            conversion = plan_conversion(source, destination, to.value, force=force)
             task = progress.add_task("", total=conversion.num_bytes)
             conversion.write(lambda done: progress.advance(task, done))
     except HeadsError as error:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from medusa_plugin.commands.quiet_log import errors_only
 
 if TYPE_CHECKING:
     from medusa_plugin.heads.report import LoadReport
@@ -29,9 +30,9 @@ def inspect(
     from medusa_plugin.heads import HeadsError
     from medusa_plugin.heads.report import inspect_heads
 
-    logging.getLogger("vllm.medusa").setLevel(logging.ERROR)  # they are in the report
     try:
-        report = inspect_heads(path)
+        with errors_only():  # the warnings are in the report
+            report = inspect_heads(path)
     except HeadsError as error:
         Console(stderr=True).print(f"[red]medusa inspect:[/] {escape(str(error))}", highlight=False)
         raise typer.Exit(1) from None

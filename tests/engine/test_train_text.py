@@ -21,7 +21,7 @@ def test_two_processes_share_prompts_and_answer_each_once(tmp_path: Path) -> Non
     model.mkdir()
     models.write_llama(model)
     # More tokens than an engine reads in a step, so that a seeded prompt would be read in parts.
-    asked = [f"{VERSE[i % 30 :]} {i}" for i in range(120)]
+    asked = [f"{VERSE[i % 30 :]} {i}".strip() for i in range(120)]
     prompts.write_text("\n".join(asked))
     arguments = ["train", str(model), "--out", str(out), "--prompts", str(prompts)]
     arguments += ["--temperature", "1", "--max-answer-tokens", "40", "--tokens", "1000000"]
